@@ -31,42 +31,35 @@ def test_logprobs_and_entropy_are_those_of_log_softmax(logits, labels, dtype, to
     ours = logits.to(dtype).requires_grad_()
     plain = logits.to(dtype).double().requires_grad_()
     logprobs, entropy = token_logprobs(ours, labels, temperature=0.7)
-    expected = (plain / 0.7).log_softmax(-1)
-    torch.testing.assert_close(
-        logprobs.double(), expected.gather(-1, labels[:, None])[:, 0], atol=tolerance, rtol=0
-    )
-    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), atol=tolerance, rtol=0)
-    upstream = torch.arange(1.0, N + 1).to(dtype)
-    (logprobs * upstream).sum().backward()
-    (expected.gather(-1, labels[:, None])[:, 0] * upstream).sum().backward()
-    torch.testing.assert_close(ours.grad.double(), plain.grad, atol=10 * tolerance, rtol=0)
-    assert logprobs.dtype == ours.grad.dtype == dtype
+    check_logprobs(logprobs, entropy, ours, plain, labels, torch.zeros_like(logits), tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
-def test_masked_logprobs_and_entropy_are_those_of_log_softmax_over_the_kept_tokens(
-    logits, labels, dtype, tolerance
-):
-    kept = [(0,), (2, 10), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 4), (7, 1), (1, 10, 0)]
-    mask = torch.full_like(logits, -torch.inf)
-    for row, ids in enumerate(kept):
-        mask[row, list(ids)] = 0
-    ids = torch.tensor([token for row in kept for token in row])
-    counts = torch.tensor([len(row) for row in kept])
-    ours = logits.to(dtype).requires_grad_()
-    plain = logits.to(dtype).double().requires_grad_()
-    logprobs, entropy = masked_token_logprobs(ours, labels, ids, counts, temperature=0.7)
+def check_logprobs(logprobs, entropy, ours, plain, labels, mask, tolerance):
+    """Compare with log_softmax of the ``plain`` logits plus ``mask`` in float64; gradients, too."""
     expected = (plain / 0.7 + mask).log_softmax(-1)
     chosen = expected.gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), chosen, atol=tolerance, rtol=0)
     terms = torch.where(mask == 0, expected.exp() * expected, 0.0)
     torch.testing.assert_close(entropy.double(), -terms.sum(-1), atol=tolerance, rtol=0)
-    upstream = torch.arange(1.0, N + 1).to(dtype)
+    upstream = torch.arange(1.0, N + 1).to(ours.dtype)
     (logprobs * upstream).sum().backward()
     (chosen * upstream).sum().backward()
     torch.testing.assert_close(ours.grad.double(), plain.grad, atol=10 * tolerance, rtol=0)
+    assert logprobs.dtype == ours.grad.dtype == ours.dtype
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
+def test_masked_logprobs_are_those_of_log_softmax_over_the_kept_tokens(logits, labels, dtype, tolerance):
+    kept = [(0,), (2, 10), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 4), (7, 1), (1, 10, 0)]
+    mask = torch.full_like(logits, -torch.inf)
+    for row, ids in enumerate(kept):
+        mask[row, list(ids)] = 0
+    ids, counts = torch.tensor([token for row in kept for token in row]), torch.tensor([*map(len, kept)])
+    ours = logits.to(dtype).requires_grad_()
+    plain = logits.to(dtype).double().requires_grad_()
+    logprobs, entropy = masked_token_logprobs(ours, labels, ids, counts, temperature=0.7)
+    check_logprobs(logprobs, entropy, ours, plain, labels, mask, tolerance)
     assert logprobs[0] == 0, "the only token that was kept"
-    assert logprobs.dtype == ours.grad.dtype == dtype
 
 
 def test_logits_are_not_overwritten(logits, labels):
@@ -154,9 +147,8 @@ def test_the_expected_step_to_the_teacher_is_the_slope_of_the_reverse_kl_in_the_
         expected_loss = expected_loss + logprobs.detach().sum().exp() * loss
     kl = [(p.exp() * (p - q)).sum(-1) for p, q in zip(policy, teacher, strict=True)]
     objective = 0.5 * (kl[0] + (policy[0].exp().detach() * kl[1]).sum())
-    ours, exact = (
-        torch.autograd.grad(value, logits, retain_graph=True) for value in (expected_loss, objective)
-    )
+    values = expected_loss, objective
+    ours, exact = (torch.autograd.grad(value, logits, retain_graph=True) for value in values)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-14)
 
 
@@ -167,8 +159,7 @@ def test_a_missing_reference_is_an_error():
 
 @pytest.mark.parametrize("distance", [-1e4, -21.0, -19.0, 0.5, 19.0, 21.0, 1e4])
 def test_exponents_are_clamped_to_20_as_in_verl_and_counted(distance):
-    """Both the token ratio without a gain from clipping (A < 0) and k3 stay finite, and flat beyond the
-    limit."""
+    """Both the token ratio without a gain from clipping (A < 0) and k3 are finite, and flat beyond."""
     logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     unit = torch.ones(1, dtype=torch.float64)
     loss, log = policy_loss(
@@ -210,10 +201,8 @@ def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
         )  # fmt: skip
         return found
 
-    whole, parts = (
-        reduce_metrics([row(slice(60))]),
-        [row(slice(0, 14)), row(slice(14, 14)), row(slice(14, 60))],
-    )
+    whole = reduce_metrics([row(slice(60))])
+    parts = [row(slice(0, 14)), row(slice(14, 14)), row(slice(14, 60))]
     assert reduce_metrics(parts) == pytest.approx(whole)
     assert 0 < whole["mismatch/rollout_rs_seq_masked_fraction"] < 1
 
