@@ -42,17 +42,14 @@ def look(rollout, sampling="equal_length", **changes):
     return view(rollout, as_ids, Training([rollout], job))
 
 
-def test_a_stream_shows_what_each_side_inherits_and_how_it_is_rewarded():
+def test_a_stream_shows_what_each_side_inherits():
     seen = look(example_stream())
     assert seen.question == "What is 3 + 4?"
     assert seen.title == "stream 0, 2 pairs, max pairs"
-    assert [(s.label, s.parent, s.start, s.text, s.lesson.reward, s.lesson.role) for s in seen.parts] == [
-        ("A1", -1, 0, "5 9 ", 0.0, "lowered"),
-        ("B1", -1, 0, "6 7 ", 1.0, "raised"),
-        ("A2", 1, 2, "8 9 ", 1.0, "raised"),
-        ("B2", 1, 2, "4 4 ", 0.0, "lowered"),
-        ("tail", 3, 4, "9 ", 0.0, "plain"),
-    ]
+    assert [(s.label, s.parent, s.start, s.text) for s in seen.parts] == [
+        ("A1", -1, 0, "5 9 "), ("B1", -1, 0, "6 7 "), ("A2", 1, 2, "8 9 "), ("B2", 1, 2, "4 4 "),
+        ("tail", 3, 4, "9 "),
+    ]  # fmt: skip
 
 
 def uses(seen: RolloutView) -> list[str]:
@@ -154,14 +151,11 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, model):
     tokenizer = make_tokenizer(model)
-    right, wrong = (
-        segment(tokenizer, text, g) for text, g in (("it is seven", RIGHT), ("is it seven", WRONG))
-    )
-    stream = kit.stream(prompt(1), 0, 0, [(wrong, right)], "both_ended")
+    pair = segment(tokenizer, "is it seven", WRONG), segment(tokenizer, "it is seven", RIGHT)
+    stream = kit.stream(prompt(1), 0, 0, [pair], "both_ended")
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
-    return write_run(
-        tmp_path, recipe(model), {"step-00000000": [stream, other], "step-00000004": [example_stream()]}
-    )
+    steps = {"step-00000000": [stream, other], "step-00000004": [example_stream()]}
+    return write_run(tmp_path, recipe(model), steps)
 
 
 def printed(path, model, limit=10, recipe=None) -> str:
@@ -173,10 +167,8 @@ def printed(path, model, limit=10, recipe=None) -> str:
 def test_inspect_prints_text_rewards_and_outcome(run, model):
     text = printed(run / "streams" / "step-00000000" / "rank-0.arrow", model)
     assert re.search(r"sums/a\.parquet#1 +stream 0, 1 pair, both ended", text)
-    assert re.search(
-        r"A1 +reward 0, advantage -1, wrong: <b>8</b> \(gold: 7\), stop, \d+ tokens, trained\n +is it seven",
-        text,
-    )
+    wrong = r"A1 +reward 0, advantage -1, wrong: <b>8</b> \(gold: 7\), stop, \d+ tokens, trained\n +is it sev"
+    assert re.search(wrong, text)
     assert re.search(r"B1 +reward 1, advantage 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
 
 
