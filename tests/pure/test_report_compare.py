@@ -18,37 +18,27 @@ PROBLEMS, SAMPLES = 20, 4
 
 def result(right: int, benchmark: str = "aime25", questions: str = "q") -> EvaluationResult:
     """Return a result where ``right`` of 20 problems are solved by every sample."""
-    answers = [
-        Answers(f"{questions}{i}", [float(i < right)] * SAMPLES, ["correct"] * SAMPLES, [9] * SAMPLES)
-        for i in range(PROBLEMS)
-    ]
-    return EvaluationResult(benchmark, answers, {"question_ids": [answer.prompt_id for answer in answers]})
+    names, four = [f"{questions}{i}" for i in range(PROBLEMS)], (["correct"] * SAMPLES, [9] * SAMPLES)
+    answers = [Answers(name, [float(i < right)] * SAMPLES, *four) for i, name in enumerate(names)]
+    return EvaluationResult(benchmark, answers, {"question_ids": names})
 
 
-def make_run(
-    home: Path, seed: int, right: int | None, questions: str = "q", hours: float = 0.5, **changes
-) -> Path:
+def make_run(home: Path, seed: int, right: int | None, questions="q", hours=0.5, **changes) -> Path:
     """Write a run of 2 steps: 30 effective samples of 2,000 tokens in ``hours`` GPU hours each."""
     run = recipe(Path("models/Tiny-1B"), seed=seed, **{"steps": 2} | changes)
     folder = write_run(home / f"{run.method}-seed{seed}", run)
     write_results(folder / "evaluation/before.json", [result(10, questions=questions)])
     if right is not None:
         write_results(folder / "evaluation/after.json", [result(right, questions=questions)])
-    records = [
-        {
-            "step": step, "time": 0.0, "objective/effective_samples": 30.0,
-            "harvest/generated_tokens": 2000.0, "time/gpu_hours": hours * step,
-        }
-        for step in (1, 2)
-    ]  # fmt: skip
+    record = {"time": 0.0, "objective/effective_samples": 30.0, "harvest/generated_tokens": 2000.0}
+    records = (record | {"step": step, "time/gpu_hours": hours * step} for step in (1, 2))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
 def rows(text: str) -> list[list[str]]:
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
-    ]
+    lines = (line.strip("|") for line in text.splitlines() if "|" in line)
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
 def tables_of(tmp_path: Path) -> dict:
@@ -135,9 +125,8 @@ def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
 
 def test_a_default_written_out_is_no_difference(tmp_path):
     make_run(tmp_path / "a", 0, 11)
-    make_run(
-        tmp_path / "b", 1, 11, loss={"clip_ratio_low": 0.2}, cluster={"nodes": 2}, profile={"steps": [1]}
-    )
+    changes = {"loss": {"clip_ratio_low": 0.2}, "cluster": {"nodes": 2}, "profile": {"steps": [1]}}
+    make_run(tmp_path / "b", 1, 11, **changes)
     assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == ["base", "eqlen-grpo"]
 
 
@@ -161,11 +150,8 @@ def test_unequal_budgets_and_runs_cut_short_are_said(tmp_path, capsys):
 def test_seeds_of_unequal_limits_are_not_pooled(tmp_path):
     make_run(tmp_path, 0, 11, steps=2)
     make_run(tmp_path, 1, 11, steps=3)
-    assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == [
-        "base",
-        "eqlen-grpo (steps=2)",
-        "eqlen-grpo (steps=3)",
-    ]
+    methods = [row["Method"] for row in tables_of(tmp_path)["Accuracy"]]
+    assert methods == ["base", "eqlen-grpo (steps=2)", "eqlen-grpo (steps=3)"]
 
 
 def test_runs_are_found_at_any_depth_but_not_inside_of_runs(tmp_path):
