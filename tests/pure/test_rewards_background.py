@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.evaluation.evaluate import evaluate
-from megatron_eqlen.graders.grader import PoolGrader
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader, scored
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, scored
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit import slow_graders
@@ -118,9 +117,8 @@ def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, 
             gate.touch()
         return begun() == ["wrong", "right"][:number]
 
-    rollouts, _ = harvest(
-        OneByOne(texts, may_end), HarvestPlan([prompt()], recipe, {END}, seed=0), [EarlyGrading(scorer)]
-    )
+    plan = HarvestPlan([prompt()], recipe, {END}, seed=0)
+    rollouts, _ = harvest(OneByOne(texts, may_end), plan, [EarlyGrading(scorer)])
     after.touch()
     metrics = scorer.score(rollouts, seconds=60.0)
     assert verdicts(rollouts[0]) == [("done", 0.0), ("done", 1.0), ("done", 0.0)]
@@ -152,29 +150,23 @@ def test_what_has_no_verdict_in_time_has_no_reward_and_is_said_once(scorer, begu
     assert verdicts(stuck) == [("unscored", 0.0)] * 3
     assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/ended"]) == (3, 3, 2)
     assert metrics["policy/reward"] == 0.5, "what has no reward is no 0"
-    assert stuck.parts[0].grade == Grade.unscored("no verdict 2 s after the harvest (reward.step_timeout)")
+    cause = "no verdict 2 s after the harvest (reward.step_timeout)"
+    assert stuck.parts[0].grade == Grade.unscored(cause)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert (
-        "3 of 5 responses have no reward: no verdict 2 s after the harvest (reward.step_timeout) (q#7)"
-        in caplog.text
-    )
+    assert f"3 of 5 responses have no reward: {cause} (q#7)" in caplog.text
     after = group("right")
     scorer.score([after])
     assert verdicts(after) == [("done", 1.0)], "the stuck program was killed"
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("x: die", ValueError, "Obedient: RuntimeError at .*: no verdict: the worker died"),
-        ("x: refuse", ValueError, "x is refused"),
-    ],
-)
-def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(begun, text, error, message):
+@pytest.mark.parametrize(("text", "message"), [
+    ("x: die", "Obedient: RuntimeError at .*: no verdict: the worker died"), ("x: refuse", "x is refused"),
+])  # fmt: skip
+def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(begun, text, message):
     scorer = Scorer(RewardRecipe(workers=1, on_error="end"), Letters())
     scorer.begin_ended([group("right", text)])
     for _ in "12":
-        with pytest.raises(error, match=message) as raised:
+        with pytest.raises(ValueError, match=message) as raised:
             scorer.score([group("right", text)])
         assert raised.value.__notes__ == ["while an answer to prompt q#7 was graded"]
     scorer.score([again := group("right")])
@@ -243,22 +235,15 @@ def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
     scorer.close()
 
 
-def test_which_graders_work_in_the_background():
-    reward = RewardRecipe(workers=1)
-    assert isinstance(make_grader("math", reward), PoolGrader)
-    assert isinstance(make_grader("code", reward), PoolGrader)
-    assert not isinstance(make_grader(f"{__name__}:Plain", reward), PoolGrader)
-
-
 @examples(30)
 @given(
     texts=st.lists(st.sampled_from([r"\boxed{5}", r"\boxed{6}", "x</think>", "5", r"\boxed{5}</think>"])),
     early=st.lists(st.booleans(), min_size=5),
 )
 def test_grades_do_not_depend_on_when_grading_began(texts, early):
+    prompts = [Prompt(f"q{n}", [1], "?", "math", "5") for n in range(len(texts))]
     at_once, in_parts = (
-        [kit.group(Prompt(f"q{n}", [1], "?", "math", "5"), 0, [ending(text)]) for n, text in enumerate(texts)]
-        for _ in "12"
+        [kit.group(q, 0, [ending(t)]) for q, t in zip(prompts, texts, strict=True)] for _ in "12"
     )
     scorer = Scorer(RewardRecipe(workers=1), Letters())
     scorer.score(at_once)

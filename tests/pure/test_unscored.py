@@ -76,13 +76,10 @@ def score(on_error: str, *texts: str, grader: str = f"{HERE}:graded"):
 
 
 @pytest.mark.parametrize("grader", [f"{HERE}:graded", f"{HERE}:Batches"])
-@pytest.mark.parametrize(
-    ("fails", "kind", "message"),
-    [
-        ("late", "TimeoutError", "the judge does not answer"),
-        ("mute", "Mute", "its message cannot be read (KeyError)"),
-    ],
-)
+@pytest.mark.parametrize(("fails", "kind", "message"), [
+    ("late", "TimeoutError", "the judge does not answer"),
+    ("mute", "Mute", "its message cannot be read (KeyError)"),
+])  # fmt: skip
 def test_one_response_that_cannot_be_graded_takes_no_other_with_it(grader, fails, kind, message):
     rollout, metrics, causes = score("drop", "right", fails, "wrong", "right", grader=grader)
     verdicts = [part.grade.verdict for part in rollout.parts]
@@ -124,9 +121,8 @@ def test_what_is_left_out_of_a_suspended_rollout_is_in_no_mean_and_counted_once(
         part.carried = True
     rollout.outcome = ended
     second = leave_out([rollout], RewardRecipe())
-    assert [[part.grade.verdict for part in kept.parts] for (kept,), _ in (first, second)] == [
-        ["scored"] * 2
-    ] * 2
+    left = [[part.grade.verdict for part in kept.parts] for (kept,), _ in (first, second)]
+    assert left == [["scored"] * 2] * 2
     assert [counts["reward/unscored"] for _, counts in (first, second)] == [1, 0]
     assert [counts["reward/dropped"] for _, counts in (first, second)] == [0, 1]
 
@@ -185,9 +181,7 @@ def test_dynamic_sampling_asks_for_other_prompts_where_failures_leave_equal_rewa
 def test_a_stream_with_a_failure_is_left_out_as_a_whole_or_compared_with_zeros(on_error, rewards):
     recipe = small(objective="grpo", sampling="equal_length", group_size=4, reward={"on_error": on_error})
     begun, longer = (Part(Tokens.of([*map(ord, text)], [0.0] * len(text))) for text in ("so...", "so, so"))
-    streams = [
-        [(ending("bad!"), begun)], [(ending("late"), replace(begun)), (ending("right"), longer)],
-    ]  # fmt: skip
+    streams = [[(ending("bad!"), begun)], [(ending("late"), replace(begun)), (ending("right"), longer)]]
     tails = [ending("right"), ending("late")]
     rollouts = [
         kit.stream(prompt(f"{HERE}:graded"), index, 0, pairs, "tail_ended", tail)
