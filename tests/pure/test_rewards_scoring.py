@@ -17,15 +17,7 @@ from megatron_eqlen.rewards.scoring import Scorer, reward_metrics, scored, weigh
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
-
-END = 0
-
-
-class Letters:
-    """A tokenizer whose token ids are code points."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(chr(token) for token in token_ids if token != END)
+from tests.pure.test_rewards_background import END, Letters
 
 
 def segment(text: str, ended: bool = False, reason: str | None = None) -> Part:
@@ -216,13 +208,10 @@ def test_named_rewards_are_weighed_and_names_without_a_weight_are_refused(tmp_pa
     assert (grade.reward, grade.rewards) == (0.75, {"right": 1.0, "brief": 0.5})
     assert reward_metrics([(prompt("b"), grade)])["reward/named/brief"] == 0.5
     assert weighed(Grade(0.0, "timeout"), {"right": 1.0}).rewards == {"right": 0.0}
-    for weights, expected in (
-        ({"right": 1}, "right"),
-        ({"right": 1, "form": 1}, "right, form"),
-        ({}, "none"),
-    ):
-        with pytest.raises(ValueError, match=f"names in reward.weights, {expected}; found right, brief"):
-            graded(tmp_path, of_names, weights=weights)
+    for names in (["right"], ["right", "form"], []):
+        said = f"names in reward.weights, {', '.join(names) or 'none'}; found right, brief"
+        with pytest.raises(ValueError, match=said):
+            graded(tmp_path, of_names, weights=dict.fromkeys(names, 1))
 
 
 def of_other_names(a, b, c):
@@ -231,26 +220,6 @@ def of_other_names(a, b, c):
 
 def one_name(response, rules):
     return 1.0
-
-
-def returns_none(response):
-    pass
-
-
-def returns_nan(response):
-    return float("nan")
-
-
-def returns_what_has_no_square(response):
-    return 1e200
-
-
-def returns_more_than_floats_hold(response):
-    return 10**400
-
-
-def returns_text(response):
-    return "1"
 
 
 def text_of_a_name(response):
@@ -267,10 +236,6 @@ def ends(response):
 
 def takes_too_long(response):
     raise asyncio.CancelledError("late")
-
-
-def returns_no_decimal(response):
-    return Decimal("NaN")
 
 
 def fails(response):
@@ -290,15 +255,9 @@ def not_a_grader(reward):
     (of_other_names, r"expected a parameter that takes the response, one of comp.*, found \(a, b, c\)"),
     (one_name, r"no value for the parameter 'rules': expected a column of the data file \(data_so"),
     (text_of_a_name, r"text_of_a_name: wrong: expected a finite number as reward, got 'x'"),
-    (returns_none, "expected a finite number as reward, got None"),
-    (returns_nan, "expected a finite number as reward, got nan"),
-    (returns_what_has_no_square, "expected a reward up to 1e15, got 1e.200"),
-    (returns_more_than_floats_hold, "expected a finite number as reward, got 1000"),
-    (returns_text, "expected a finite number as reward, got '1'"),
     (returns_two, r"expected a finite number as reward, got \[1.0, 0.0\]"),
     (ends, r"ends: SystemExit at test_rewards_scoring.py:\d+: 3"),
     (takes_too_long, r"takes_too_long: CancelledError at test_rewards_scoring.py:\d+: late"),
-    (returns_no_decimal, r"expected a finite number as reward, got Decimal\('NaN'\)"),
     (fails, r"fails: ZeroDivisionError at test_rewards_scoring.py:\d+: division by zero"),
     (Called, r"a class to be called: write `reward = Called\(\)` below it and name .*:reward"),
     (not_a_grader, r"or a factory whose result has grade\(texts, golds\) and close\(\), found 1.0"),
@@ -306,6 +265,21 @@ def not_a_grader(reward):
 def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
     with pytest.raises(ValueError, match=message):
         graded(tmp_path, function)
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    (None, "a finite number as reward, got None"), (float("nan"), "a finite number as reward, got nan"),
+    (1e200, "a reward up to 1e15, got 1e.200"), (10**400, "a finite number as reward, got 1000"),
+    ("1", "a finite number as reward, got '1'"),
+    (Decimal("NaN"), r"a finite number as reward, got Decimal\('NaN'\)"),
+])  # fmt: skip
+def test_a_reward_that_is_no_usable_number_is_named(tmp_path, monkeypatch, value, message):
+    def returned(response):
+        return value
+
+    monkeypatch.setitem(globals(), "returned", returned)
+    with pytest.raises(ValueError, match=f"returned: expected {message}"):
+        graded(tmp_path, returned)
 
 
 @pytest.mark.parametrize(("grader", "message"), [
