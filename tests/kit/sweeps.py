@@ -53,15 +53,13 @@ def write_sweep(folder: Path, text: str = SWEEP) -> Path:
 
 def result(right: float, seed: int, length: int = 9) -> EvaluationResult:
     """Return a result with about the share ``right`` of correct answers; seeds differ in which."""
-    answers = [
-        Answers(
-            f"q{problem}",
-            [float((problem * 7 + sample * 5 + seed * 3) % 24 < 24 * right) for sample in range(SAMPLES)],
-            ["correct"] * SAMPLES,
-            [length] * SAMPLES,
-        )
+    said = ["correct"] * SAMPLES, [length] * SAMPLES
+    places = [
+        [(problem * 7 + sample * 5 + seed * 3) % 24 for sample in range(SAMPLES)]
         for problem in range(PROBLEMS)
     ]
+    rewards = [[float(place < 24 * right) for place in of_problem] for of_problem in places]
+    answers = [Answers(f"q{problem}", row, *said) for problem, row in enumerate(rewards)]
     return EvaluationResult("sums", answers, {"question_ids": [answer.prompt_id for answer in answers]})
 
 

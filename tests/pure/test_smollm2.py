@@ -39,22 +39,16 @@ def test_a_damaged_archive_is_named_and_the_packages_are_left_packed(tmp_path, f
     path = tmp_path / f"{PACKAGES[-1]}-py3-none-any.whl"
     whole = path.read_bytes()
     middle = len(whole) // 2
-    path.write_bytes(
-        {
-            "cut": whole[:middle],
-            "text": b"<html>",
-            "changed": whole[:middle] + b"\0\0\0" + whole[middle + 3 :],
-        }[fault]
-    )
+    changed = whole[:middle] + b"\0\0\0" + whole[middle + 3 :]
+    path.write_bytes({"cut": whole[:middle], "text": b"<html>", "changed": changed}[fault])
     with pytest.raises(ValueError, match=f"{path.name}: damaged"):
         make_smollm2.fetch(tmp_path)
     assert not (tmp_path / "module.py").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "base", "said"),
-    [(b"GGUF", True, "expected no .*/base"), (b"{}", False, "found another"), (None, False, "found none")],
-)
+@pytest.mark.parametrize(("content", "base", "said"), [
+    (b"GGUF", True, "expected no .*/base"), (b"{}", False, "found another"), (None, False, "found none"),
+])  # fmt: skip
 def test_a_file_that_would_not_become_the_model_is_refused(tmp_path, content, base, said):
     path = tmp_path / "model.gguf"
     if content is not None:
@@ -97,24 +91,21 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
 
 def test_no_question_is_in_two_files_and_the_reward_takes_every_demonstration(tmp_path):
     make_smollm2.write_data(tmp_path)
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    test, warmup, train = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("test", "warmup", "train")
-    }
-    asked = [row["question"] for part in rows.values() for row in part]
-    assert (
-        len(set(asked)) == len(asked) == sum((make_smollm2.TESTS, make_smollm2.SHOWN, make_smollm2.TRAINED))
     )
-    for row in rows["warmup"]:
+    asked = [row["question"] for row in (*test, *warmup, *train)]
+    assert len({*asked}) == len(asked) == make_smollm2.TESTS + make_smollm2.SHOWN + make_smollm2.TRAINED
+    for row in warmup:
         numbers = [int(word.strip("?.")) for word in row["question"].split() if word.strip("?.").isdigit()]
         assert last_number(row["answer"], str(sum(numbers))) == 1
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [("It is 41.", 1), ("41", 1), ("41.0", 1), ("6 + 35 = 41\n\nSo **41**", 1), ("-41", 0), ("41, not 40", 0),
-     ("forty-one", 0), ("", 0), ("1,041", 0)],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "reward"), [
+    ("It is 41.", 1), ("41.0", 1), ("6 + 35 = 41\n\nSo **41**", 1), ("-41", 0), ("41, not 40", 0),
+    ("forty-one", 0), ("", 0), ("1,041", 0),
+])  # fmt: skip
 def test_the_last_number_of_a_text_counts(response, reward):
     assert last_number(response, "41") == reward
 

@@ -26,9 +26,7 @@ SEEDS = ("seed0", "seed1", "seed2")
 def _no_waiting(monkeypatch):
     monkeypatch.setattr(runner, "INTERVAL", 0.0)
     monkeypatch.setattr(runner, "visible_gpus", list)
-    monkeypatch.setattr(
-        compare, "sheet", lambda title, x_name, charts: ""
-    )  # test_sweep_tables.py has the figures
+    monkeypatch.setattr(compare, "sheet", lambda *_: "")  # test_sweep_tables.py has the figures
 
 
 @pytest.fixture
@@ -48,9 +46,7 @@ def test_the_reference_runs_first_and_the_others_get_the_mean_of_what_its_seeds_
     assert {recipe.steps for recipe in started.recipes[:3]} == {4}, "as its recipe says"
     others = started.recipes[3:]
     assert {recipe.flops for recipe in others} == {4 * (500 + 520 + 540) / 3}
-    assert {(recipe.steps, recipe.gpu_hours) for recipe in others} == {(None, None)}, (
-        "no limit but the matched"
-    )
+    assert {(recipe.steps, recipe.gpu_hours) for recipe in others} == {(None, None)}, "no other limit"
 
 
 def test_each_run_is_the_one_that_its_command_alone_would_be(sweep):
@@ -61,9 +57,8 @@ def test_each_run_is_the_one_that_its_command_alone_would_be(sweep):
 
 
 def test_recipes_and_methods_may_have_fewer_seeds(sweep, capsys):
-    fewer = SWEEP.replace("[tiny.yaml]", "[tiny.yaml, coin.yaml]").replace(
-        "match: flops", "match: flops\nfewer_seeds: {{coin: 2, mean: 1}}"
-    )
+    fewer = SWEEP.replace("[tiny.yaml]", "[tiny.yaml, coin.yaml]")
+    fewer = fewer.replace("match: flops", "match: flops\nfewer_seeds: {{coin: 2, mean: 1}}")
     file = write_sweep(sweep.parent, fewer)
     (file.parent / "coin.yaml").write_text((file.parent / "tiny.yaml").read_text())
     status, started = run(file)
@@ -90,9 +85,8 @@ def _interrupt() -> bool:
 
 def test_a_reference_that_may_continue_lets_all_others_continue(sweep):
     run(sweep)
-    (sweep.parent / "tiny.yaml").write_text(
-        (sweep.parent / "tiny.yaml").read_text().replace("steps: 4", "steps: 5")
-    )
+    file = sweep.parent / "tiny.yaml"
+    file.write_text(file.read_text().replace("steps: 4", "steps: 5"))
     _, started = run(sweep)
     assert len(started.names) == 9
     assert started.recipes[-1].flops == 5 * 520
@@ -192,11 +186,8 @@ def test_the_papers_sweep_has_the_papers_methods():
     """Every run's recipe passes the checks and agrees with its label."""
     methods = {method: recipe for (_, method), recipe in recipes_of("paper_tables.yaml").items()}
     assert load_sweep(ROOT / "recipes/paper_tables.yaml").seeds == [0, 1, 2, 3, 4]
-    assert [benchmark.name for benchmark in methods["grpo"].evaluation.benchmarks] == [
-        "aime25",
-        "hmmt25",
-        "livecodebench_v6",
-    ]
+    benchmarks = [benchmark.name for benchmark in methods["grpo"].evaluation.benchmarks]
+    assert benchmarks == ["aime25", "hmmt25", "livecodebench_v6"]
     independent = {name for name, recipe in methods.items() if recipe.sampling == "independent"}
     updates = {"grpo-4-updates", "gspo-4-updates"}
     parts = {"dapo", "dapo-no-dynamic-sampling", "dapo-no-overlong"}

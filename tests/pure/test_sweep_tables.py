@@ -83,8 +83,7 @@ def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
 
 
 def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
-    """Five seeds, differences with deviation 1: the true difference is the detectable one of a typical
-    experiment."""
+    """Five seeds, differences with deviation 1: the true one is a typical experiment's detectable one."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(4000, 5))
     true = (2.776445 + 0.940965) / math.sqrt(5)
@@ -97,13 +96,10 @@ def test_a_detectable_difference_is_shown_in_80_percent_of_experiments():
 
 def test_a_difference_is_paired_by_seed(plan, tables):
     (row,) = tables["Differences"]
-    means = {
-        method: [
-            np.mean(rewards(cell_of(plan, f"tiny/{method}-seed{seed}").folder, "after")) for seed in range(3)
-        ]
-        for method in ("grpo", "eqlen")
-    }
-    apart = np.array(means["eqlen"]) - means["grpo"]
+    names = [[f"tiny/{method}-seed{seed}" for seed in range(3)] for method in ("grpo", "eqlen")]
+    folders = [[cell_of(plan, name).folder for name in each] for each in names]
+    grpo, eqlen = np.array([[np.mean(rewards(one, "after")) for one in each] for each in folders])
+    apart = eqlen - grpo
     half = 4.302653 * apart.std(ddof=1) / math.sqrt(3)
     interval = row["sums"]["interval"]
     assert (row["Method"], row["sums"]["seeds"]) == ("EqLen", 3)
