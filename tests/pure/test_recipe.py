@@ -45,18 +45,16 @@ def small(**changes):
     return parse(SMALL | changes, "test")
 
 
+DUMPED = dump(small())
 SERVED = "rollout.engine=server "
 BENCHMARK = "evaluation.benchmarks=[{name: b, path: x}] "
 MISTAKES = [
-    ("objetive=grpo", "unknown key 'objetive' (nearest: 'objective')"),
-    ("loss.clip_ratio=0.2", "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
     ("data.sources[0].path=x", "unknown key 'data.sources[0].path' (nearest: 'data.sources.0.path')"),
-    ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght' (nearest: 'data.sources.0.weight')"),
     ("evaluation.benchmarks=[{name: a, path: b}, {name: a, path: b, limits: 2}]",
      "'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')"),
     ("lr=1e-3", "unknown key 'lr' (nearest: 'optimizer.lr')"),
+    ("rollout.kvcache_gib=3", "(nearest: 'rollout.kv_cache_gib')"),
     ("rollout.temp=1", "unknown key 'rollout.temp' (nearest: 'rollout.temperature')"),
-    ("kl_coeff=0", "unknown key 'kl_coeff' (nearest: 'loss.kl_coef')"),
     ("loss.temprature=1", "unknown key 'loss.temprature' (nearest: 'rollout.temperature')"),
     ("wieght=1", "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
     ("losses.kl_coef=0", "unknown key 'losses.kl_coef' (nearest: 'loss.kl_coef')"),
@@ -64,9 +62,7 @@ MISTAKES = [
     ("Actor_Rollout_Ref.Actor.Entropy_Coeff=0.1", "(another trainer's: no entropy bonus)"),
     ("deepspeed=zero3", "(another trainer's: Megatron-Core trains the model"),
     ("trainer.total_epochs=3", "unknown key 'trainer.total_epochs' (nearest: 'steps')"),
-    ("bugdet.hourz=3", "unknown key 'bugdet.hourz'"),
     ("model=Qwen/Qwen3-0.6B", "model: expected a section, as in key.sub=value, found 'Qwen/Qwen3-0.6B'"),
-    ("zzzzzzz=1", "unknown key 'zzzzzzz'"),
     ("name=../../x", "name: expected 1 to 100 letters, digits"),
     ("name=..", "found '..'"),
     ("name=''", "found ''"),
@@ -74,7 +70,6 @@ MISTAKES = [
     ("objective=gpo", "objective: 'gpo' is not one of"),
     ("group_size=7", "group_size: 7 is odd"),
     ("Learning_Rate=1e-5", "unknown key 'Learning_Rate' (nearest: 'optimizer.lr')"),
-    ("trainer.nnodes=2", "unknown key 'trainer.nnodes' (nearest: 'cluster.nodes')"),
     ("objective=GRPO", "(nearest: 'grpo')"),
     ("data.sources.0.grader=mine.score", "found 'mine.score' (nearest: 'mine:score')"),
     ("data.sources.0.grader=my/rules.py:score", "cannot be imported: No module named 'my/rules': a file "
@@ -132,7 +127,6 @@ MISTAKES = [
     ("loss.rollout_rs={seq_sum_k1: [0.2, 0.9]}", "seq_sum_k1: [0.2, 0.9] leaves out a ratio of 1"),
     ("data.sources.0.reader=parket", "reader: expected one of jsonl, deepmath, gsm8k, dapo_math,"),
     ("optimizer.lr=1:00:00", "optimizer.lr: Input should be a valid number, unable to parse string as a nu"),
-    ("optimizer.lr=1.5.2", "string as a number, found '1.5.2'"),
     ("optimizer.lr=true", "string as a number, found 'true'"),
     ("optimizer.lr=0x1f", "string as a number, found '0x1f'"),
     ("optimizer.lr=[1]", "optimizer.lr: Input should be a valid number, found ['1']"),
@@ -159,7 +153,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("overrides", "message"), MISTAKES)
 def test_a_mistake_is_an_error_that_names_the_key(tmp_path, overrides, message):
     path = tmp_path / "r.yaml"
-    path.write_text(dump(small()))
+    path.write_text(DUMPED)
     words = re.split(r" (?=[\w.]+=)", overrides)
     with pytest.raises(RecipeError) as error:
         load(path, words)
@@ -366,9 +360,8 @@ def test_what_no_batch_script_can_hold_is_refused():
 
 def test_extends_merges_sections_and_overrides_win(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 5\nmodel: {path: m, dtype: float32}\noptimizer: {lr: 1e-6}\n")
-    (tmp_path / "child.yaml").write_text(
-        "extends: base.yaml\nname: child\nmodel: {path: other}\ndata: {sources: [{name: a, path: b}]}\n"
-    )
+    child = "extends: base.yaml\nname: child\nmodel: {path: other}\ndata: {sources: [{name: a, path: b}]}\n"
+    (tmp_path / "child.yaml").write_text(child)
     recipe = load(tmp_path / "child.yaml", ["optimizer.warmup_steps=3", "data.sources.0.path=c", "seed=4"])
     assert (recipe.steps, recipe.model.path, recipe.model.dtype) == (5, "other", "float32")
     assert recipe.optimizer.lr == 1e-6
@@ -432,9 +425,8 @@ def test_an_errors_notes_are_printed(capsys, monkeypatch):
 
     monkeypatch.setattr(commands, "plan", fail)
     assert cli.main(["plan", "recipe"]) == 2
-    assert capsys.readouterr().err == (
-        "eqlen plan: x is refused (while an answer to prompt q#7 was graded)\n"
-    )
+    said = "eqlen plan: x is refused (while an answer to prompt q#7 was graded)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_inspect_looks_at_its_paths_before_it_imports(capsys, tmp_path, monkeypatch):
@@ -481,7 +473,6 @@ REFUSED = [
     ("train {large} run_dir={here}/empty.yaml", "eqlen train: {here}/empty.yaml: Not a directory"),
     ("submit {large} run_dir={here}/empty.yaml", "eqlen submit: {here}/empty.yaml: Not a directory"),
     ("train {large} run_dir={here}/empty.yaml/x/y", "eqlen train: {here}/empty.yaml: Not a directory"),
-    ("submit {large} run_dir={here}/empty.yaml/x/y", "eqlen submit: {here}/empty.yaml: Not a directory"),
     (f"train {{large}} run_dir={{here}}/{LONG}", f"eqlen train: {{here}}/{LONG}: File name too long"),
     (f"submit {{large}} run_dir={{here}}/{LONG}", f"eqlen submit: {{here}}/{LONG}: File name too long"),
     ("recipe --from verl {here}/image.yaml", "image.yaml: cannot be read as a configuration: 'utf-8' codec"),
@@ -574,9 +565,8 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_defaults_written_out_are_the_same_objective(name):
     """The recipe that states all of them also loads."""
-    named = (
-        {"reward": {"weights": {"right": 1.0}}, "data": SMALL["data"] | OWN_GRADER} if name == "gdpo" else {}
-    )
+    named = {"reward": {"weights": {"right": 1.0}}, "data": SMALL["data"] | OWN_GRADER}
+    named = named if name == "gdpo" else {}
     trees = {"sampling": "tree", "tree_sampling": {"forks": 1}} if name in ("treerpo", "grpo_ma") else {}
     before = small(**{"objective": name, "sampling": "independent"} | named | trees)
     after = with_defaults(Job(before))
@@ -606,8 +596,8 @@ def test_plan_prints_the_objectives_defaults_and_not_null(eqlen):
     ("optimizer: &x {lr: *x}", "line 1: 'optimizer.lr' contains itself"),
     ("data: &x [[*x]]", "line 1: 'data.0.0' contains itself"),
     ("a: &a [" + "x, " * 999 + "x]\nb: &b [" + "*a, " * 999 + "*a]\nc: [*b]", "more than 1,000,000 values"),
-    ("".join(f"k{n}: 1\n" for n in range(20_000)), "unknown key 'k0'.*and more: 20003 errors in all"),
-    ("name: x\nsteps: [" + "1, " * 100_000 + "1]", r"steps: .{,600}$"),
+    ("".join(f"k{n}: 1\n" for n in range(5000)), "unknown key 'k0'.*and more: 5003 errors in all"),
+    ("name: x\nsteps: [" + "1, " * 20_000 + "1]", r"steps: .{,600}$"),
 ])  # fmt: skip
 def test_a_recipe_of_any_size_and_shape_is_refused_in_short(eqlen, tmp_path, text, fault):
     (tmp_path / "odd.yaml").write_text(text)
@@ -615,14 +605,11 @@ def test_a_recipe_of_any_size_and_shape_is_refused_in_short(eqlen, tmp_path, tex
     assert (code, len(error) < 5000, bool(re.search(fault, error))) == (2, True, True), error[:500]
 
 
-@pytest.mark.parametrize(("key", "hint"), [
-    ("batch_size", None), ("rollout.batch_size", None), ("optimizer.warmpu_steps", "optimizer.warmup_steps"),
-    ("group_szie", "group_size"), ("rollout.kvcache_gib", "rollout.kv_cache_gib"),
-])  # fmt: skip
-def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
+@pytest.mark.parametrize("key", ["batch_size", "rollout.batch_size"])
+def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key):
     error = eqlen("plan {large} " + key + "=3")[2]
-    assert ("nearest" in error) == (hint is not None)
-    assert (hint or "") in error
+    assert f"unknown key '{key}'" in error
+    assert "nearest" not in error
 
 
 @pytest.mark.parametrize(("key", "went"), others.read_table()["went"].items())
