@@ -64,22 +64,15 @@ def test_where_several_outputs_are_right_the_problems_checker_decides(grader):
 
 
 @pytest.mark.parametrize(("text", "program"), [
-    ("```python\nx = 1\n```", "x = 1\n"),
-    ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
-    ("```python\na\n```</think>\n```python\nb\n```", "b\n"),
-    ("```python\na\n```</think> no program", None),
+    ("```python\nx = 1\n```", "x = 1\n"), ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+    ("```python\na\n```</think>\n```python\nb\n```", "b\n"), ("```python\na\n```</think> no program", None),
     ("```python\nnever closed", None),
     ("```python\na\n```\nthen\n```python\nnever closed", "a\n"),
-    ("```python\ncut off\n```python\nb\n```", "b\n"),
-    ("````python\na\n````", "a\n"),
+    ("```python\ncut off\n```python\nb\n```", "b\n"), ("````python\na\n````", "a\n"),
     ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
-    ("~~~python\na\n~~~", "a\n"),
-    ("~~~\n```\na\n~~~~", "```\na\n"),
-    ("```python\na\n``` And that is it.", "a\n"),
-    ("  ```Python3\na\n  ```", "a\n"),
-    ("```python\na\n```\nUse ```b``` as well", "a\n"),
-    ("```python\n\n```", None),
-    ("x = 1", None),
+    ("~~~python\na\n~~~", "a\n"), ("~~~\n```\na\n~~~~", "```\na\n"),
+    ("```python\na\n``` And that is it.", "a\n"), ("  ```Python3\na\n  ```", "a\n"),
+    ("```python\na\n```\nUse ```b``` as well", "a\n"), ("```python\n\n```", None), ("x = 1", None),
     ("", None),
 ])  # fmt: skip
 def test_the_last_fenced_block_after_thinking(text, program):
@@ -94,19 +87,11 @@ def test_extraction_takes_linear_time(line):
 
 
 @pytest.mark.parametrize(("printed", "expected", "same"), [
-    ("5\n", "5", True),
-    ("  5  \n\n", "5\n", True),
-    ("3.0", "3", True),
-    ("1e2 2", "100 2.0", True),
-    ("0.3000001", "0.3", False),
-    ("Yes", "YES", False),
-    ("1 2", "1\n2", False),
-    ("1\n2", "1\n2\n3", False),
+    ("5\n", "5", True), ("  5  \n\n", "5\n", True), ("3.0", "3", True), ("1e2 2", "100 2.0", True),
+    ("0.3000001", "0.3", False), ("Yes", "YES", False), ("1 2", "1\n2", False), ("1\n2", "1\n2\n3", False),
     ("1  2", "1 2", True),
     ("a  b", "a b", False),  # text lines are compared as they are
-    ("nan", "nan", True),
-    ("", "", True),
-    ("1 2 3", "1 2", False),
+    ("nan", "nan", True), ("", "", True), ("1 2 3", "1 2", False),
 ])  # fmt: skip
 def test_livecodebench_comparison(printed, expected, same):
     assert same_output(printed, expected) is same
@@ -162,8 +147,7 @@ SEVEN = "def f(a):\n    return 7"
 FUNCTIONS = [
     ("class Solution:\n    def add(self, a, b):\n        return a + b", ADD_FUNCTION, "passed"),
     ("def f(a):\n    return (1, 2), [3]", NESTED, "passed"),
-    (SEVEN, replace(WRAPPED, rules="apps"), "passed"),
-    (SEVEN, WRAPPED, "wrong_answer"),
+    (SEVEN, replace(WRAPPED, rules="apps"), "passed"), (SEVEN, WRAPPED, "wrong_answer"),
     ("import numpy as np\ndef f(a):\n    return [np.sum(a), np.float32(1.5)]",
      CodeTests([[[1, 2]]], [[3, 1.5]], "f"), "passed"),
 ]  # fmt: skip
@@ -225,31 +209,28 @@ def test_an_answer_far_larger_than_the_expected_one_is_not_parsed():
     assert peak < 4 * len(numbers)
 
 
+GIVEN, CALL = {"inputs": ["1"], "outputs": ["1"]}, {"inputs": [[1]], "outputs": [1], "function": "f"}
+
+
 @pytest.mark.parametrize(("tests", "message"), [
     ({"inputs": [], "outputs": []}, "at least one test"),
     ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
     ({"inputs": [1], "outputs": ["1"]}, "test 0: expected the text"),
-    ({"inputs": ["1"], "outputs": ["1"], "function": "f"}, "test 0: expected the list of f's arguments"),
+    (GIVEN | {"function": "f"}, "test 0: expected the list of f's arguments"),
     ({"inputs": "1", "outputs": "1"}, "inputs: expected a list, found '1'"),
     ({"inputs": ["1"]}, "outputs: expected a list, found None"),
     ({"inputs": ["1"], "outputs": [None]}, "test 0: expected the text"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": -1}, "time_limit: expected a number above 0"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": 0}, "time_limit: expected a number above 0"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("nan")}, "time_limit: .* found nan"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("inf")}, "time_limit: .* found inf"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": 1e300}, "time_limit: .* found 1e"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": "2"}, "time_limit: .* found '2'"),
-    ({"inputs": ["1"], "outputs": ["1"], "time_limit": True}, "time_limit: .* found True"),
-    ({"inputs": ["1"], "outputs": ["1"], "memory_mb": -5}, "memory_mb: expected a whole number above 0"),
-    ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 1e18}, "memory_mb: .* at most"),
-    ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 0.5}, "memory_mb: expected a whole number"),
-    ({"inputs": [[1]], "outputs": [1], "function": ""}, "function: expected a name, found ''"),
-    ({"inputs": [[1]], "outputs": [1], "function": "a b"}, "function: expected a name"),
-    ({"inputs": [[1]], "outputs": [1], "function": "f" * 5000}, "function: expected a name"),
-    ({"inputs": [[1]], "outputs": [1], "function": "lambda"}, "function: expected a name"),
-    ({"inputs": [[1]], "outputs": [1], "function": ["f"]}, "function: expected a name"),
-    ({"inputs": [[1]], "outputs": [1], "function": "f", "rules": 1}, "rules: expected one of plain"),
-    ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, r"unknown \['fn_name'\]"),
+    (GIVEN | {"time_limit": 0}, "time_limit: expected a number above 0"),
+    (GIVEN | {"time_limit": float("nan")}, "time_limit: .* found nan"),
+    (GIVEN | {"time_limit": 1e300}, "time_limit: .* found 1e"),
+    (GIVEN | {"time_limit": "2"}, "time_limit: .* found '2'"),
+    (GIVEN | {"time_limit": True}, "time_limit: .* found True"),
+    (GIVEN | {"memory_mb": -5}, "memory_mb: expected a whole number above 0"),
+    (GIVEN | {"memory_mb": 1e18}, "memory_mb: .* at most"),
+    (GIVEN | {"memory_mb": 0.5}, "memory_mb: expected a whole number"),
+    *((CALL | {"function": name}, "function: expected a name") for name in ("", "f" * 5000, "lambda", ["f"])),
+    (CALL | {"rules": 1}, "rules: expected one of plain"),
+    (GIVEN | {"fn_name": "f"}, r"unknown \['fn_name'\]"),
     ([], "expected an object of tests"),
 ])  # fmt: skip
 def test_bad_tests_are_refused_with_the_reason(tests, message):
