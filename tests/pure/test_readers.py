@@ -86,9 +86,8 @@ def replica(server: Server) -> Iterator[Replica]:
 
 @pytest.fixture
 def readers(server: Server) -> Iterator[Readers]:
-    rollout = RolloutRecipe.model_validate(
-        {"engine": "server", "servers": [server.url], "keep_sampling_mask": True}
-    )
+    given = {"engine": "server", "servers": [server.url], "keep_sampling_mask": True}
+    rollout = RolloutRecipe.model_validate(given)
     readers = Readers(Settings({}, 60.0, rollout, ()), 1)
     readers.know({"default": 0})
     yield readers
@@ -195,9 +194,8 @@ time.sleep(600)
 
 
 def test_a_reader_ends_with_a_trainer_that_is_killed(server):
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, server.url], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", TRAINER, server.url]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     reader = int(trainer.stdout.readline())
     before = server.left

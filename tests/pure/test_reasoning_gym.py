@@ -118,9 +118,7 @@ def test_the_mixes_of_the_recipes_can_be_read(file):
 
 def test_questions_for_evaluation_are_not_those_of_training():
     for size in ("easy", "hard"):
-        train, test = (
-            yaml.safe_load((ROOT / f"recipes/tasks/reasoning_gym_{name}.yaml").read_text())
-            for name in (size, f"{size}_test")
-        )
+        files = (ROOT / f"recipes/tasks/reasoning_gym_{name}.yaml" for name in (size, f"{size}_test"))
+        train, test = (yaml.safe_load(file.read_text()) for file in files)
         assert train["datasets"] == test["datasets"]
         assert abs(train["seed"] - test["seed"]) > train["size"] + len(train["datasets"])

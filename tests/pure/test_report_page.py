@@ -84,10 +84,9 @@ def log_steps(run: Path, steps: int, **extra: float) -> None:
 
 def evaluate(run: Path, label: str, rewards: np.ndarray) -> None:
     """Write an evaluation of ``rewards`` [P, k]."""
-    answers = [
-        Answers(f"p{n}", [float(r) for r in row], ["correct" if r else "wrong" for r in row], [10] * len(row))
-        for n, row in enumerate(rewards)
-    ]
+    verdicts = np.where(rewards, "correct", "wrong").tolist()
+    rows = enumerate(zip(rewards.astype(float).tolist(), verdicts, strict=True))
+    answers = [Answers(f"p{n}", row, said, [10] * len(row)) for n, (row, said) in rows]
     manifest = {"question_ids": [answer.prompt_id for answer in answers], "rollout": SAMPLED}
     write_results(run / "evaluation" / f"{label}.json", [EvaluationResult("sums", answers, manifest)])
 
@@ -143,10 +142,8 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     assert main(["report", str(run)]) == 0
     path, sentence = capsys.readouterr().out.splitlines()
     assert path == str(run / "report.html")
-    assert re.fullmatch(
-        r"forks at .* of a response are not seen to pay over the same baseline alone.* \(10 prompts\)",
-        sentence,
-    ), "of one token or two"
+    said = r"forks at .* of a response are not seen to pay over the same baseline alone.* \(10 prompts\)"
+    assert re.fullmatch(said, sentence), "of one token or two"
     page = Page(run / "report.html")
     assert sentence in page.text
     (chart,) = json.loads(re.search("const CHARTS = (.*)\n", page.html)[1])
@@ -217,9 +214,8 @@ def test_without_a_tokenizer_rollouts_are_token_ids_and_it_is_said(tmp_path):
 def test_the_page_is_part_of_the_built_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    ours, built = (
-        {path.name for path in (at / "megatron_eqlen/report").iterdir()} for at in (ROOT, tmp_path)
-    )
+    folders = ROOT / "megatron_eqlen/report", tmp_path / "megatron_eqlen/report"
+    ours, built = ({path.name for path in folder.iterdir()} for folder in folders)
     assert ours - {"__pycache__", "README.md"} <= built
 
 

@@ -99,10 +99,8 @@ def test_options_after_two_dashes_have_the_last_word(capsys):
 
 def test_an_option_with_a_line_break_is_refused(capsys):
     assert cli.main(["submit", LARGE, "--dry-run", "--", "--comment=a\nrm -r b"]) == 2
-    assert (
-        "sbatch options: expected each in one line, found ['--comment=a\\nrm -r b']"
-        in capsys.readouterr().err
-    )
+    said = "sbatch options: expected each in one line, found ['--comment=a\\nrm -r b']"
+    assert said in capsys.readouterr().err
 
 
 def test_servers_are_a_component_of_their_own(capsys):
@@ -155,10 +153,8 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
 def test_a_recipe_that_cannot_start_is_refused_before_it_is_submitted(
     recipe, here, monkeypatch, capsys, more, message
 ):
-    if more:
-        monkeypatch.setenv("PATH", f"{write(here / 'bin/sbatch', SBATCH).parent}:{os.environ['PATH']}")
-    else:
-        monkeypatch.setenv("PATH", str(here))
+    sbatch = f"{write(here / 'bin/sbatch', SBATCH).parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", sbatch if more else str(here))
     assert cli.main(["submit", recipe, *more]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (here / "submitted").exists()
@@ -234,13 +230,11 @@ def batch(here: Path, name: str, **environ: str) -> tuple[int, list[str], str]:
 
 def test_without_an_image_srun_starts_the_ranks_and_nothing_else(here):
     status, (ranks,), said = batch(here, "train.sbatch")
-    assert status == 17
-    assert said.splitlines()[-1] == "scontrol requeue 7"
+    assert (status, said.splitlines()[-1]) == (17, "scontrol requeue 7")
     assert ranks.startswith("--kill-on-bad-exit=1 --wait=60 bash -c ")
     assert "container" not in ranks
-    assert ranks.endswith(
-        "-m megatron_eqlen.cli train recipe.yaml cluster.nodes=1 cluster.processes_per_node=1"
-    )
+    command = "-m megatron_eqlen.cli train recipe.yaml cluster.nodes=1 cluster.processes_per_node=1"
+    assert ranks.endswith(command)
 
 
 def test_ranks_of_several_nodes_meet_at_a_store_that_unpickles_nothing(here):
@@ -258,25 +252,21 @@ def test_in_a_container_every_python_runs_in_one_that_the_job_names(here):
         f"--container-image=/images/eqlen.sqsh --container-name=eqlen-7 "
         f"--container-mounts={here}:{here},/data:/data --container-workdir={here}"
     )
-    assert plan.startswith(
-        f"{options} --nodes=1 --ntasks=1 {here}/python -m megatron_eqlen.cli plan recipe.yaml"
-    )
+    assert plan.startswith(f"{options} --nodes=1 --ntasks=1 {here}/python -m megatron_eqlen.cli plan rec")
     assert ranks.startswith(f"{options} --kill-on-bad-exit=1 --wait=60 bash -c ")
 
 
 def test_an_old_try_in_a_container_hides_its_end_from_the_new_one(here):
     """An image has no scontrol: the run folder says that a later try has begun."""
-    status, *_ = batch(here, "train.sbatch", CONTAINER_IMAGE="/images/eqlen.sqsh", LATER="1")
-    assert status == 0
+    assert batch(here, "train.sbatch", CONTAINER_IMAGE="/images/eqlen.sqsh", LATER="1")[0] == 0
 
 
 def test_the_first_error_of_a_try_is_printed_with_its_traceback(here):
     texts = ['ValueError: "é"\n  File "a\\b.py"\nend', "a later one"]
     lines = [json.dumps({"time": 2.5, "kind": "error", "rank": 3, "text": text}) for text in texts]
     (here / "run").mkdir()
-    (here / "run" / FILE).write_text(
-        '{"time": 1, "kind": "error", "text": "of a try before"}\n{"time": 1, "ki'
-    )
+    before = '{"time": 1, "kind": "error", "text": "of a try before"}\n{"time": 1, "ki'
+    (here / "run" / FILE).write_text(before)
     *_, said = batch(here, "train.sbatch", ERRORS="\n".join(lines), LC_ALL="C.UTF-8")
     assert f"{texts[0]}\nnot finished (status 17): requeue 1 of 20\n" in said
     state = read_state(here / "run")
