@@ -50,21 +50,16 @@ def make_prompts(count: int) -> list[Prompt]:
 
 
 def harvested(
-    engine: ScriptedEngine,
-    recipe: Recipe | None = None,
-    prompts: int = 2,
-    seed: int = 0,
-    observers: Sequence[HarvestObserver] = (),
-    **plan: Any,
-) -> tuple[list[Rollout], Metrics]:
+    engine: ScriptedEngine, recipe: Recipe | None = None, prompts: int = 2, seed: int = 0,
+    observers: Sequence[HarvestObserver] = (), **plan: Any,
+) -> tuple[list[Rollout], Metrics]:  # fmt: skip
     """Return rollouts and metrics of a harvest of that many prompts."""
     made = HarvestPlan(make_prompts(prompts), recipe or make_recipe(), EOS, seed=seed, **plan)
     return harvest(engine, made, observers)
 
 
 def continuation(context: list[int], seed: int, end: float) -> list[int]:
-    """Return the continuation: token t of a path depends on (seed, t) and the tokens before it, as a model's
-    does."""
+    """Return the continuation: token t depends on (seed, t) and the tokens before it, as a model's does."""
     tokens: list[int] = []
     while not tokens or tokens[-1] not in EOS:
         draw = random.Random(f"{seed}|{len(context) + len(tokens)}|{(context + tokens)[-3:]}")
@@ -176,8 +171,7 @@ def without(delta: Delta, column: str) -> Delta:
 
 
 def check_routes(rollout: Rollout) -> None:
-    """Assert that every row is the one of its token, wherever its path forks, and that the prompt's rows are
-    there."""
+    """Assert that every row is its token's, wherever its path forks, and that the prompt's are there."""
     prompt = rollout.prompt.token_ids
     assert np.array_equal(rollout.prompt_columns["routes"][1:], routes_of(prompt, 1, len(prompt)))
     paths: dict[int, list[int]] = {-1: prompt}
@@ -232,8 +226,7 @@ def shape(stream: Rollout) -> dict:
 
 
 def check_logprobs(rollout: Rollout, start: int) -> None:
-    """Check the script's log-prob of a token, which encodes its position, and its mask, which encodes the
-    token."""
+    """Check the script's log-prob of a token, which encodes its position, and its mask: the token."""
     ends = rollout.ends()
     for segment in rollout.parts:
         offset = start + ends[segment.parent]
@@ -298,7 +291,7 @@ def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_n
     tree = {"branching": 2, "forks": 2}
     recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
     engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
-    rollouts, _ = harvested(engine, recipe, 250, seed=7)
+    rollouts, _ = harvested(engine, recipe, 150, seed=7)
     ended = [(segment, len(tokens)) for rollout in rollouts for segment, tokens in rollout.ended()]
     for segment, length in ended:
         segment.grade = Grade(float(length > 4), "scored")
