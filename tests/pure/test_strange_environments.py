@@ -132,40 +132,27 @@ def clean():
 @pytest.mark.parametrize("how", [*STEPS, *FORKS, *GRADES, *ENDS])
 def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, caplog, how, sampling):
     objective = {"objective": "grpo"} if sampling == "independent" else {"pair_weight": "on_policy"}
-    section = EnvironmentRecipe(
-        name=f"{__name__}:Strange", options={"how": how}, timeout=TIMEOUT, max_given_tokens=200
-    )
+    given = {"name": f"{__name__}:Strange", "options": {"how": how}, "max_given_tokens": 200}
+    section = EnvironmentRecipe(timeout=TIMEOUT, **given)
     settings = recipe(sampling=sampling, limit=60, **objective).model_copy(update={"environment": section})
-    prompts = [
-        replace(
-            QUESTION, prompt_id=f"q{n}", number=n, token_ids=tokenizer.encode(tokenizer.render_chat(FIRST))
-        )
-        for n in range(3)
-    ]
-    plan = HarvestPlan(
-        prompts, settings, tokenizer.eos_token_ids, seed=0, conversations=conversations(settings, tokenizer)
-    )
+    asked = replace(QUESTION, token_ids=tokenizer.encode(tokenizer.render_chat(FIRST)))
+    prompts = [replace(asked, prompt_id=f"q{n}", number=n) for n in range(3)]
+    speak = conversations(settings, tokenizer)
+    plan = HarvestPlan(prompts, settings, tokenizer.eos_token_ids, seed=0, conversations=speak)
     recorder = Recorder(tmp_path / "step-00000001" / "rank-0.arrow")
     began = time.monotonic()
     rollouts, metrics = harvest(Uneven(tokenizer, ""), plan, [recorder])
     recorder.close()
     assert time.monotonic() - began < 3 * TIMEOUT + 3
     scored = [rollout for rollout in rollouts if not rollout.unscored()]
-    assert [rollout.prompt_id for rollout in scored] == (
-        ["q0", "q2"] if how in DROPPED else ["q0", "q1", "q2"]
-    )
+    assert [rollout.prompt_id for rollout in scored] == ["q0", *["q1"] * (how not in DROPPED), "q2"]
     assert len(rollouts) == 3
     assert DROPPED.get(how, "") in caplog.text
     record_grades(recorder.path, rollouts)
     assert read_step(recorder.path.parent) == rollouts
-    graded = [
-        part.grade.reward for rollout in scored for part in rollout.parts if part.finish_reason == "stop"
-    ]
-    assert graded
-    assert set(graded) == {0.5}
-    text = "".join(
-        tokenizer.backend.decode(part.token_ids) for r in rollouts for part in r.parts if r.prompt_id == "q1"
-    )
+    ended = [part for rollout in scored for part in rollout.parts if part.finish_reason == "stop"]
+    assert {part.grade.reward for part in ended} == {0.5}
+    text = "".join(tokenizer.backend.decode(part.token_ids) for part in rollouts[1].parts)
     assert f"tool\n{SAID.get(how, '')}" in text or how in DROPPED or how == "says 50,000 tokens"
     assert (metrics["environment/cut"] > 0) == (how == "says 50,000 tokens")
     if sampling == "equal_length":
@@ -191,12 +178,10 @@ def test_of_what_an_environment_says_no_more_is_tokenized_than_the_policy_may_re
     settings = recipe(sampling="independent", limit=60, objective="grpo")
     section = EnvironmentRecipe(name=f"{__name__}:Strange", options={"how": "raises"}, max_given_tokens=200)
     speak = conversations(settings.model_copy(update={"environment": section}), tokenizer)
-    encoded = []
-    encode = tokenizer.backend.encode
-    monkeypatch.setattr(
-        tokenizer.backend, "encode", lambda text, **how: encoded.append(len(text)) or encode(text, **how)
-    )
+    encoded, encode = [], tokenizer.backend.encode
+    counted = lambda text, **how: encoded.append(text) or encode(text, **how)  # noqa: E731
+    monkeypatch.setattr(tokenizer.backend, "encode", counted)
     assert len(speak.write(said)) > 200
-    assert sum(encoded) < 201 * max(tokenizer.longest, 60) + 200
+    assert sum(map(len, encoded)) < 201 * max(tokenizer.longest, 60) + 200
     exact = Observation("7" * 150)
     assert len(speak.write(exact)) == len(given_tokens(tokenizer, exact)) <= 200

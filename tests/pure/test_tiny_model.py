@@ -1,6 +1,5 @@
 """Tokenizers for tiny models, and the tiny models that imitate demonstrations."""
 
-import hashlib
 import importlib.util
 import json
 import random
@@ -35,9 +34,8 @@ def test_another_tokenizer_is_refused_by_its_first_difference(tmp_path):
         write_hf_tokenizer(tmp_path / folder, [words * 9], 263)
     ours, same, theirs = (load_tokenizer(tmp_path / folder) for folder in ("ours", "same", "theirs"))
     require_same(ours, same)
-    with pytest.raises(
-        ValueError, match=r"theirs: expected the tok.* in its vocabulary: expected \(\d+, 'ab'\)"
-    ):
+    refused = r"theirs: expected the tok.* in its vocabulary: expected \(\d+, 'ab'\)"
+    with pytest.raises(ValueError, match=refused):
         require_same(ours, theirs)
 
 
@@ -65,14 +63,11 @@ def test_a_damaged_sentencepiece_model_is_named(share, rows, tmp_path):
 
 def test_a_sentencepiece_model_that_would_be_converted_to_another_is_refused(rows, tmp_path):
     write_sentencepiece_tokenizer(tmp_path, [row["question"] for row in rows], add_dummy_prefix=True)
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.model: expected the pieces \['▁.*found \['[^▁].*tokenizer_class"
-    ):
+    refused = r"tokenizer\.model: expected the pieces \['▁.*found \['[^▁].*tokenizer_class"
+    with pytest.raises(ValueError, match=refused):
         load_tokenizer(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(config | {"tokenizer_class": "LlamaTokenizer"})
-    )
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.pieces_of(tokenizer.encode("What"))[0].startswith("▁")
 
@@ -121,14 +116,11 @@ def warmup(tool, **changes):
 def test_the_same_arguments_give_the_same_weights_and_are_not_made_twice(tool, data, tmp_path, capsys):
     for name in ("first", "second"):
         tool.make(tmp_path / name, data, warmup(tool))
-    hashes = {
-        hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest()
-        for name in ("first", "second")
-    }
-    assert len(hashes) == 1
-    modified = (tmp_path / "first" / "model.safetensors").stat().st_mtime_ns
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    modified = first.stat().st_mtime_ns
     tool.make(tmp_path / "first", data, warmup(tool))
-    assert (tmp_path / "first" / "model.safetensors").stat().st_mtime_ns == modified
+    assert first.stat().st_mtime_ns == modified
     assert "left as it is" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="other arguments"):
         tool.make(tmp_path / "first", data, warmup(tool, seed=1))
@@ -175,13 +167,10 @@ def repaired(seed):
     return load_tool("make_repair").demonstrate(5, "echo $((1-2))", 3, ("+", "*"), random.Random(seed))
 
 
-@pytest.mark.parametrize(
-    ("demonstrate", "lengths", "first"),
-    [(calculated, {2, 4}, ("python", "code")), (repaired, {4, 6}, ("run", "command"))],
-)
-def test_demonstrations_train_the_turns_of_the_policy_in_the_tools_form(
-    demonstrate, lengths, first, tmp_path
-):
+@pytest.mark.parametrize(("demonstrate", "lengths", "first"), [
+    (calculated, {2, 4}, ("python", "code")), (repaired, {4, 6}, ("run", "command")),
+])  # fmt: skip
+def test_demonstrations_train_the_policys_turns_in_the_tools_form(demonstrate, lengths, first, tmp_path):
     chats = [demonstrate(seed) for seed in range(20)]
     assert {len(chat) for chat in chats} == lengths
     chat = max(chats, key=len)
