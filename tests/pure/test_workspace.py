@@ -80,21 +80,16 @@ def test_a_file_is_read_repaired_and_tested(template):
     assert (template / "add.py").read_text() == SUBTRACTS
 
 
-SAID = {
-    "sleep 9 & echo on": "on\n(1 processes that it left were stopped)",
-    "sleep 9": "(stopped: more than 1 s)",
-    "truncate -s 9M a b": "(the folder is as it was before, because it cannot be kept: "
-    "FolderError: its files are longer than 16 MiB)",
-    "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"s\")'": (
-        "(1 sockets or devices are not kept)"
-    ),
-}
-
-
-@pytest.mark.parametrize("command", SAID)
-def test_what_happened_to_a_command_is_said(template, command):
+@pytest.mark.parametrize(("command", "said"), [
+    ("sleep 9 & echo on", "on\n(1 processes that it left were stopped)"),
+    ("sleep 9", "(stopped: more than 1 s)"),
+    ("truncate -s 9M a b", "(the folder is as it was before, because it cannot be kept: "
+     "FolderError: its files are longer than 16 MiB)"),
+    ("python3 -c 'import socket; socket.socket(1).bind(\"s\")'", "(1 sockets or devices are not kept)"),
+])  # fmt: skip
+def test_what_happened_to_a_command_is_said(template, command, said):
     small = made(template, timeout=1.0, folder_mb=16)
-    assert call(small, "run", command=command) == SAID[command]
+    assert call(small, "run", command=command) == said
     assert sorted(files(small)) == ["add.py", "test.py"]
 
 
@@ -117,18 +112,13 @@ def test_a_test_leaves_its_reward_in_a_file_of_the_root(tmp_path):
         assert (here.grade().reward, here.grade().detail) == (0.0, "/app\n(exit status 1)")
 
 
-STALE = {
-    "a file": "echo 1 > score",
-    "a folder": "mkdir score; echo 1 > score/score",
-    "a file that cannot be written": "echo 1 > score; chmod 400 score",
-    "a folder that cannot be kept": "echo 1 > score; truncate -s 9M a",
-}
-
-
-@pytest.mark.parametrize("left", STALE)
+@pytest.mark.parametrize("left", [
+    "echo 1 > score", "mkdir score; echo 1 > score/score", "echo 1 > score; chmod 400 score",
+    "echo 1 > score; truncate -s 9M a",  # a folder that cannot be kept
+])  # fmt: skip
 def test_a_reward_that_the_policy_wrote_is_none(template, left):
     here = made(template, test="[ ! -e a ] || truncate -s 9M b; false", reward="score", folder_mb=16)
-    call(here, "run", command=STALE[left])
+    call(here, "run", command=left)
     with pytest.raises(ValueError, match=r"expected a number, found b''; the test printed '.*status 1\)"):
         here.grade()
 
@@ -149,9 +139,7 @@ def test_a_write_through_a_link_stays_in_the_folder(template, tmp_path):
 
 def git(folder, *arguments):
     who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-    return subprocess.run(
-        ["git", *who, "-C", folder, *arguments], check=True, capture_output=True, text=True
-    ).stdout
+    return subprocess.check_output(["git", *who, "-C", folder, *arguments], text=True)
 
 
 def test_folders_archives_and_commits_are_templates(template, tmp_path):
@@ -165,12 +153,9 @@ def test_folders_archives_and_commits_are_templates(template, tmp_path):
     first = git(repository, "rev-parse", "HEAD").strip()
     (repository / "add.py").write_text("later")
     git(repository, "commit", "-am", "second")
-    names = [
-        template,
-        *(tmp_path / f"packed.{end}" for end in ("tar.gz", "zip", "tar")),
-        f"{repository}@{first}",
-    ]
-    contents = [folder_files(packed_template(str(name), 16, 100).read()) for name in names]
+    archives = [f"{tmp_path}/packed.{end}" for end in ("tar.gz", "zip", "tar")]
+    names = [str(template), *archives, f"{repository}@{first}"]
+    contents = [folder_files(packed_template(name, 16, 100).read()) for name in names]
     assert contents == [{"add.py": SUBTRACTS.encode(), "test.py": TEST.encode()}] * 5
     assert files(made(f"{tmp_path}/{{gold}}", gold="template")) == contents[0]
     git(repository, "branch", "old@1/x", first)
@@ -184,44 +169,32 @@ def test_folders_archives_and_commits_are_templates(template, tmp_path):
         require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@no-commit"})
 
 
-WRONG = {
-    "nowhere": (
-        {"template": "nowhere"},
-        "environment.options.template: nowhere: expected a folder, an archive",
-    ),
-    "commit": ({"template": "{here}@0000"}, "not a"),
-    "files": ({"files": 1}, "expected at most 1 files .files., found 2"),
-    "timeout": ({"timeout": float("nan")}, "options.timeout: expected a number above 0, found nan"),
-    "output": ({"longest_output": -1}, "options.longest_output: expected a number above 0, found -1"),
-    "two grades": (
-        {"test": "true", "expected": "{here}"},
-        "expected one of test, .*, found test and expected",
-    ),
-    "hidden": ({"hidden": "{here}"}, "options.hidden acts only with environment.options.test"),
-    "function": ({"function": "nowhere:f"}, "options.function"),
-    "reward": ({"reward": "score"}, "options.reward acts only with environment.options.test"),
-    "reward above": ({"test": "true", "reward": "../score"}, "reward: expected a path .*, found '../score'"),
-    "reward elsewhere": ({"test": "true", "reward": "/score"}, "expected a path in the folder, .*'/score'"),
-    "root": ({"root": True, "command": ["true"]}, "options.root acts only without environment.options.comm"),
-    "container": ({"readable": ["/opt"], "command": ["true"]}, "options.readable acts only without"),
-    "readable": ({"readable": ["/nowhere"]}, "environment.options: expected absolute paths .* '/nowhere'"),
-    "in the way": ({"readable": ["/etc"]}, "environment.options: cannot isolate: .*'/etc/passwd'"),
-    "variables": ({"variables": {"A=B": ""}}, "bash starts, found bash: illegal environment variable name"),
-    "prefix": ({"command": ["false"]}, r"expected that bash starts, found \(exit status 1\)"),
-    "no bash": ({"command": ["true"]}, r"command: expected that bash writes a file in {folder}, found \(no"),
-    "command": ({"command": ["no-such-container"]}, "found no-such-container: No such file"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_options_that_do_not_fit_are_refused_before_anything_is_generated(template, name):
-    options, message = WRONG[name]
-    filled = {
-        key: value.format(here=template) if isinstance(value, str) else value
-        for key, value in options.items()
-    }
+@pytest.mark.parametrize(("options", "message"), [
+    ({"template": "nowhere"}, "environment.options.template: nowhere: expected a folder, an archive"),
+    ({"template": "{here}@0000"}, "not a"),
+    ({"files": 1}, "expected at most 1 files .files., found 2"),
+    ({"timeout": float("nan")}, "options.timeout: expected a number above 0, found nan"),
+    ({"longest_output": -1}, "options.longest_output: expected a number above 0, found -1"),
+    ({"test": "true", "expected": "{here}"}, "expected one of test, .*, found test and expected"),
+    ({"hidden": "{here}"}, "options.hidden acts only with environment.options.test"),
+    ({"function": "nowhere:f"}, "options.function"),
+    ({"reward": "score"}, "options.reward acts only with environment.options.test"),
+    ({"test": "true", "reward": "../score"}, "reward: expected a path .*, found '../score'"),
+    ({"test": "true", "reward": "/score"}, "expected a path in the folder, .*'/score'"),
+    ({"root": True, "command": ["true"]}, "options.root acts only without environment.options.comm"),
+    ({"readable": ["/opt"], "command": ["true"]}, "options.readable acts only without"),
+    ({"readable": ["/nowhere"]}, "environment.options: expected absolute paths .* '/nowhere'"),
+    ({"readable": ["/etc"]}, "environment.options: cannot isolate: .*'/etc/passwd'"),
+    ({"variables": {"A=B": ""}}, "bash starts, found bash: illegal environment variable name"),
+    ({"command": ["false"]}, r"expected that bash starts, found \(exit status 1\)"),
+    ({"command": ["true"]}, r"command: expected that bash writes a file in {folder}, found \(no"),
+    ({"command": ["no-such-container"]}, "found no-such-container: No such file"),
+], ids=str)  # fmt: skip
+def test_options_that_do_not_fit_are_refused_before_anything_is_generated(template, options, message):
+    given = {"template": "{here}"} | options
+    filled = {key: text.format(here=template) if text == str(text) else text for key, text in given.items()}
     with pytest.raises(ValueError, match=message):
-        Workspace.start(**{"template": str(template)} | filled)
+        Workspace.start(**filled)
 
 
 def packed(path, *members, mode="w"):
@@ -242,48 +215,32 @@ def zipped(path, name, mode, content):
 
 
 FILE, HARD, LINK = tarfile.REGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE
-ARCHIVES = {
-    "above": (lambda path: packed(path, ("../f", FILE, "", 1)), "outside the destination"),
-    "by a link": (
-        lambda path: packed(path, ("l", LINK, "/tmp", 0), ("l/f", FILE, "", 1)),
-        "outside the destination",
-    ),
-    "a file of the machine": (lambda path: packed(path, ("h", HARD, "/etc/passwd", 0)), "an absolute path"),
-    "a file above": (
-        lambda path: packed(path, ("h", HARD, "../../etc/passwd", 0)),
-        "outside the destination",
-    ),
-    "no file": (lambda path: packed(path, ("h", HARD, "nowhere", 0)), "linkname 'nowhere' not found"),
-    "long, and not unpacked": (
-        lambda path: packed(path, ("f", FILE, "", 2 << 20), ("../f", FILE, "", 1), mode="w:gz"),
-        "its files are longer than 1 MiB",
-    ),
-    "long zip": (lambda path: zipped(path, "f", 0, bytes(2 << 20)), "its files are longer than 1 MiB"),
-    "link in a zip": (lambda path: zipped(path, "l", 0o120777, "/etc/passwd"), "a link in a zip: l"),
-    "cut off": (
-        lambda path: path.write_bytes(packed(path, ("f", FILE, "", 9999), mode="w:xz")[:5000]),
-        "ended before the end-of-stream",
-    ),
-    "text": (lambda path: path.write_text("text"), "not a zip file"),
-    "pipe": (os.mkfifo, "expected a file, found a pipe or a device"),
-}
 
 
-@pytest.mark.parametrize("name", ARCHIVES)
-def test_an_archive_that_leads_out_or_is_damaged_is_refused(tmp_path, name):
-    write, found = ARCHIVES[name]
+@pytest.mark.parametrize(("write", "found"), [
+    (lambda path: packed(path, ("../f", FILE, "", 1)), "outside the destination"),
+    (lambda path: packed(path, ("l", LINK, "/tmp", 0), ("l/f", FILE, "", 1)), "outside the destination"),
+    (lambda path: packed(path, ("h", HARD, "/etc/passwd", 0)), "an absolute path"),
+    (lambda path: packed(path, ("h", HARD, "../../etc/passwd", 0)), "outside the destination"),
+    (lambda path: packed(path, ("h", HARD, "nowhere", 0)), "linkname 'nowhere' not found"),
+    (lambda path: packed(path, ("f", FILE, "", 2 << 20), ("../f", FILE, "", 1), mode="w:gz"),
+     "its files are longer than 1 MiB"),
+    (lambda path: zipped(path, "f", 0, bytes(2 << 20)), "its files are longer than 1 MiB"),
+    (lambda path: zipped(path, "l", 0o120777, "/etc/passwd"), "a link in a zip: l"),
+    (lambda path: path.write_bytes(packed(path, ("f", FILE, "", 9999), mode="w:xz")[:5000]),
+     "ended before the end-of-stream"),
+    (lambda path: path.write_text("text"), "not a zip file"),
+    (os.mkfifo, "expected a file, found a pipe or a device"),
+])  # fmt: skip
+def test_an_archive_that_leads_out_or_is_damaged_is_refused(tmp_path, write, found):
     write(tmp_path / "packed.tar")
     with pytest.raises(ValueError, match=rf"options.template: {tmp_path}/packed.tar: expected .*{found}"):
         packed_template(f"{tmp_path}/packed.tar", 1, 100)
 
 
 def test_devices_of_an_archive_are_left_out_whoever_unpacks_it(tmp_path):
-    packed(
-        tmp_path / "packed.tar",
-        ("d", tarfile.CHRTYPE, "", 0),
-        ("b", tarfile.BLKTYPE, "", 0),
-        ("f", FILE, "", 1),
-    )
+    devices = ("d", tarfile.CHRTYPE, "", 0), ("b", tarfile.BLKTYPE, "", 0)
+    packed(tmp_path / "packed.tar", *devices, ("f", FILE, "", 1))
     assert [*folder_files(packed_template(f"{tmp_path}/packed.tar", 1, 100).read())] == ["f"]
 
 
@@ -307,32 +264,22 @@ def test_a_template_that_a_row_names_must_be_there(template, tmp_path):
 
 
 def test_a_machine_without_isolation_is_refused_by_name(template, monkeypatch):
-    monkeypatch.setattr(
-        workspace, "commands_refused", lambda: "new namespaces (user): Operation not permitted"
-    )
-    with pytest.raises(
-        ValueError, match=r"workspace: new namespaces \(user\): .*environment.options.command"
-    ):
+    monkeypatch.setattr(workspace, "commands_refused", lambda: "new namespaces (user): not permitted")
+    with pytest.raises(ValueError, match=r"workspace: new namespaces \(user\): .*ment.options.command"):
         Workspace.start(template=str(template))
 
 
 # ---- grades ----------------------------------------------------------------------------------------------
 
-CHEATS = {
-    "nothing": ("true", 0.0),
-    "the test": ("echo > test.py", 0.0),
-    "the test by a link": ("rm test.py; ln -s /dev/null test.py", 0.0),
-    "the folder of the test by a link": ("rm -r tests; ln -s /tmp tests", 0.0),
-    "a file in place of the folder": ("rm -r tests; echo > tests", 0.0),
-    "a folder in place of the test": ("rm test.py; mkdir -p test.py/x", 0.0),
-    "no room for the test": ("head -c 66M /dev/zero > full", 0.0),
-    "no room for the test's files": ("for n in $(seq 1500); do : > $n; done", 0.0),
-    "the code": ("sed -i s/-/+/ add.py", 1.0),
-}
 
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_hidden_files_replace_those_of_the_policy(template, tmp_path, cheat):
+@pytest.mark.parametrize(("command", "expected"), [
+    ("true", 0.0), ("echo > test.py", 0.0), ("rm test.py; ln -s /dev/null test.py", 0.0),
+    ("rm -r tests; ln -s /tmp tests", 0.0), ("rm -r tests; echo > tests", 0.0),
+    ("rm test.py; mkdir -p test.py/x", 0.0),
+    ("head -c 66M /dev/zero > full", 0.0), ("for n in $(seq 1500); do : > $n; done", 0.0),  # no room
+    ("sed -i s/-/+/ add.py", 1.0),  # the code itself
+])  # fmt: skip
+def test_hidden_files_replace_those_of_the_policy(template, tmp_path, command, expected):
     (template / "tests").mkdir()
     (template / "tests" / "more.py").write_text("")
     hidden = tmp_path / "hidden"
@@ -342,7 +289,6 @@ def test_hidden_files_replace_those_of_the_policy(template, tmp_path, cheat):
     (hidden / "long").write_bytes(os.urandom(2 << 20))
     options = {"hidden": str(hidden), "folder_mb": 64, "files": 500}
     graded = made(template, test="python3 test.py && python3 tests/more.py", **options)
-    command, expected = CHEATS[cheat]
     call(graded, "run", command=command)
     assert graded.grade().reward == expected
 
@@ -481,11 +427,9 @@ def test_a_resumed_run_takes_up_the_folder_that_was_saved(template, tmp_path):
     speak = speaking(lambda prompt, seed: made(template))
     written: list[str] = []
     speak = replace(
-        speak,
-        read=lambda ids: texts[int(ids[0])],
+        speak, read=lambda ids: texts[int(ids[0])], kept=tmp_path / "streams" / "step-00000001",
         write=lambda observation: written.append(observation.content) or [7],
-        kept=tmp_path / "streams" / "step-00000001",
-    )
+    )  # fmt: skip
     first = turn("od -N 8 /dev/urandom | tee drawn")
     begun = answer(speak, None, QUESTION, 3, [first])
     second = turn("cat drawn")
@@ -498,9 +442,8 @@ def test_a_resumed_run_takes_up_the_folder_that_was_saved(template, tmp_path):
     assert [one.changed for one in resumed] == [0, 0]
     folders = [one.environment.folder.read() for one in (whole, *resumed)]
     assert folders == [folders[0]] * 3
-    assert (
-        answer(speak, None, QUESTION, 4, done).environment.calls == 2
-    )  # of another seed: it is told the messages
+    told = answer(speak, None, QUESTION, 4, done).environment  # of another seed: it is told the messages
+    assert told.calls == 2
     assert written[-1] != drawn
 
 
@@ -533,9 +476,8 @@ def test_a_step_that_ends_in_mid_turn_leaves_the_folder_to_the_next_one(sampling
         if not rollout.suspended:
             break
     assert sum(counts)
-    saved = [
-        folder_files(file.read_bytes())["drawn"].decode() for file in tmp_path.glob("*/environments/*.tar")
-    ]
+    tars = tmp_path.glob("*/environments/*.tar")
+    saved = [folder_files(file.read_bytes())["drawn"].decode() for file in tars]
     ended = [part.grade.detail for part in rollout.parts if part.finish_reason == "stop"]
     assert len(ended) == 2
     assert all(sum(text.startswith(before) for before in saved) == 2 for text in ended)
@@ -594,9 +536,8 @@ def test_a_later_process_removes_the_folders_of_a_killed_one(tmp_path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = scratch("test")
     for _ in range(2):
-        subprocess.run(
-            [sys.executable, "-c", KILLED], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False
-        )
+        environ = os.environ | {"TMPDIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", KILLED], env=environ, check=False)
         (left,) = {str(path) for path in tmp_path.iterdir()} - {mine}
     assert os.path.exists(f"{left}/file")
     other = scratch("test")
@@ -621,7 +562,7 @@ exec unshare --user --map-root-user --mount --pid --fork \\
 """
 
 
-DEEP = 'python3 -c \'import os\nfor n in range(1500): os.mkdir("d"); os.chdir("d")\'; chmod 0 d'
+DEEP = 'python3 -c \'import os\nfor n in range(1100): os.mkdir("d"); os.chdir("d")\'; chmod 0 d'
 """Deeper than Python's recursion: what removes it must not fail, nor any later command."""
 
 
@@ -632,7 +573,7 @@ def test_commands_run_in_a_container_of_the_cluster(template, tmp_path):
     prefix = [str(box), "exec", "--bind", "{folder}:/mnt", "image.sif"]
     Workspace.start(template=str(template), command=prefix)
     boxed = made(template, command=prefix, timeout=8.0, test="python3 test.py")
-    assert call(boxed, "run", command="pwd; echo kept > file; sleep 615 & cat image") == ("/mnt\nimage.sif")
+    assert call(boxed, "run", command="pwd; echo kept > file; sleep 615 & cat image") == "/mnt\nimage.sif"
     fork = boxed.fork()
     assert call(fork, "read", path="file") == "kept"
     assert call(fork, "run", command="env | grep -c PYTHONPATH; " + DEEP) == "0"
@@ -640,7 +581,7 @@ def test_commands_run_in_a_container_of_the_cluster(template, tmp_path):
     leads_out = made(template, command=["env"])
     said = call(leads_out, "run", command='rm -r "$PWD"; ln -s /etc "$PWD"')
     assert said == "(the folder is as it was before, because it cannot be kept: FolderError: it is a link)"
-    call(fork, "run", command="sed -i s/-/+/ add.py")
+    call(fork, "run", command="chmod 700 d; rm -r d; sed -i s/-/+/ add.py")
     assert (boxed.grade().reward, fork.grade().reward) == (0.0, 1.0)
     assert "file" in files(boxed)
     slow = made(template, command=prefix, timeout=1.0)
@@ -652,14 +593,14 @@ def test_commands_run_in_a_container_of_the_cluster(template, tmp_path):
 
 def test_rollouts_of_a_prompt_take_its_template_at_the_same_time(template):
     packed_template.cache_clear()
-    ready = threading.Barrier(8)
+    ready = threading.Barrier(4)
 
     def begin(number):
         ready.wait()
         return made(template, hidden=str(template), test="true").grade().reward
 
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(begin, range(8))) == [1.0] * 8
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(begin, range(4))) == [1.0] * 4
 
 
 def test_lines_that_said_the_same_save_at_the_same_time(tmp_path):
@@ -667,9 +608,8 @@ def test_lines_that_said_the_same_save_at_the_same_time(tmp_path):
         def save(self, place):
             return "x" * 100_000
 
-    speak = replace(
-        speaking(lambda prompt, seed: Saves(prompt, seed, lambda number: 0)), kept=tmp_path / "step"
-    )
+    speak = speaking(lambda prompt, seed: Saves(prompt, seed, lambda number: 0))
+    speak = replace(speak, kept=tmp_path / "step")
     ready = threading.Barrier(8)
 
     def turns(line):
