@@ -3,8 +3,7 @@
     Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
 After scoring, a rank holds the tokens of the rollouts that it graded; of all others it has skeletons, the
-same records with bare tables (``Tokens.bare``). Decisions that need only lengths and grades are the same on
-all ranks.
+same records with bare tables (``Tokens.bare``). Decisions by lengths and grades alone are equal on all ranks.
 
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
 

@@ -14,8 +14,7 @@ from megatron_eqlen.processes import interrupts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one ``eqlen`` command; return its status: 2 for user mistakes, 130 for Ctrl-C, with one line
-    each."""
+    """Run one ``eqlen`` command; return its status: 2 for user mistakes, 130 for Ctrl-C (one line each)."""
     # With descriptor 1 closed, the next file that is opened would get it, and what is printed.
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream that was closed
         pass
@@ -75,8 +74,7 @@ def _reader_left() -> bool:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments. Overrides may stand before, between and after options, unlike in argparse;
-    arguments after ``--`` are for sbatch."""
+    """Parse the arguments. Overrides may stand before, between and after options, unlike in argparse."""
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
     # Only ``submit`` hands arguments on to another program.

@@ -84,8 +84,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(job: Job) -> None:
-    """Raise ValueError for what training would refuse, as far as this machine can tell: folder, layout,
-    options of engines."""
+    """Raise ValueError for what training would refuse, as far as this machine can tell."""
     import torch
 
     from megatron_eqlen.check.machine import refuse_unfit

@@ -333,8 +333,7 @@ def _add_data(done: Translation) -> None:
 
 
 def _check(done: Translation) -> None:
-    """Give values the types of their keys, and drop parts. A value that its key refuses is a hole; one that
-    does not act here is left out."""
+    """Give values the types of their keys, drop parts, and take out the values that a recipe refuses."""
     needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
     done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
     keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()

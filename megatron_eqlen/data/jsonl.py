@@ -163,8 +163,7 @@ def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:
 def _demonstration(
     messages: tuple[Turn, ...], reply: str | None, answer: Any, asked: Any
 ) -> tuple[tuple[Turn, ...], str]:
-    """Return all turns, and the last one's text: the assistant's in the chat, or the column of answers.
-    Raises BadRow if there is neither."""
+    """Return all turns, and the last one's text, from the chat or the answers. Raises BadRow without one."""
     # With all keys of the turn, such as its calls of tools.
     if reply is not None:
         last = chat(asked)[-1]

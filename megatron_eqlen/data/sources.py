@@ -101,8 +101,7 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterable[P
 
 
 def _checked(name: str, rows: Iterable[Problem], path: Path) -> Iterator[Problem]:
-    """Yield the rows of a user's own reader. Raises ValueError for an error in it, and for a row of another
-    type or with half a surrogate pair."""
+    """Yield the rows of a user's own reader. Raises ValueError for an error in it, or in a row."""
     with own_code(name):
         for row in rows:
             if not isinstance(row, Problem):

@@ -32,8 +32,7 @@ def importing_vllm() -> Iterator[None]:
 @contextmanager
 def contained() -> Iterator[None]:
     """Undo what vLLM does to its process while it builds a model: it replaces ``torch.set_num_threads``,
-    seeds generators, and sets environment variables, dtype and precision. ``VLLM_*`` stay, to be read
-    later."""
+    seeds generators, sets environment variables, dtype and precision. ``VLLM_*`` stay (read later)."""
     environ = dict(os.environ)
     # what vLLM set when it was imported, and ``importing_vllm`` took back, is there for the build alone
     os.environ.update(_vllms_environ)

@@ -1,6 +1,5 @@
 """vLLM 0.32's ``/inference/v1/generate``: its events as deltas. vLLM counts a request's tokens under the
-version of the weights in force (``weight_versions``), which changes only between ``/pause`` and
-``/resume``."""
+version of the weights in force (``weight_versions``), which changes only while it is paused."""
 
 from __future__ import annotations
 

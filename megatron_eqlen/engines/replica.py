@@ -1,6 +1,5 @@
 """The servers of a run: HTTP to each, calls to all in use, and the handling of one that fails. A replica that
-refuses, breaks off, or falls silent is left out until the next weight sync, which brings it the same
-weights."""
+refuses, breaks off, or falls silent is left out until the next weight sync brings it the weights."""
 
 from __future__ import annotations
 

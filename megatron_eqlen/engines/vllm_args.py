@@ -95,9 +95,8 @@ def environ(rollout: RolloutRecipe) -> dict[str, str]:
 
 
 def _cuda_home() -> dict[str, str]:
-    """Return where DeepGEMM, which compiles fp8 kernels, finds nvcc: among Python's packages, unless
-    CUDA_HOME, CUDA_PATH or the PATH names a toolkit. The packages do not suffice to build FlashInfer's
-    sampler."""
+    """Return where DeepGEMM, which compiles fp8 kernels, finds nvcc: among Python's packages (too few to
+    build FlashInfer's sampler), unless CUDA_HOME, CUDA_PATH or the PATH names a toolkit."""
     if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or which("nvcc"):
         return {}
     found = find_spec("nvidia")
@@ -119,8 +118,7 @@ def _check_speculation(rollout: RolloutRecipe, drafts: Mapping[str, Any]) -> Non
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of online fp8 quantization. vLLM's blockwise CPU kernels need AMX; without it
-    there is one in torch with a scale for each row of weights, for dense models."""
+    """Return the arguments of online fp8. Blockwise kernels need AMX; torch's has a scale for each row."""
     if current_platform.is_cpu() and model.experts:
         experts = f"the experts of a {model.model_type} model"
         raise ValueError(f"rollout.quantization: fp8: vLLM's CPU build has no fp8 kernel for {experts}")
@@ -130,8 +128,7 @@ def _quantization_args(model: ModelConfig) -> dict[str, Any]:
 
 def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
     """Raise ValueError unless this GPU has batch-invariant kernels. Before Hopper, vLLM replaces
-    ``aten::linear`` in the whole process by a kernel without a backward pass, so no trainer can share the
-    process."""
+    ``aten::linear`` in the whole process by a kernel without a backward pass, so no trainer can be in it."""
     least = 9 if rollout.engine == "colocated" else 8
     if not current_platform.is_cuda() or not current_platform.has_device_capability(10 * least):
         raise ValueError(

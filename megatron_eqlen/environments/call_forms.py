@@ -54,8 +54,7 @@ def reader(
 def _family(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None, prompt: str
 ) -> Callable[[str], str]:
-    """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
-    template that writes none, unless it lists tools: its family then has its own form."""
+    """Return what writes the calls of a turn anew; those of Qwen3 and Llama 3 stay as they are."""
     # ``opening``: what the template writes before a turn of the policy.
     shown, opening, why = "", prompt.rpartition(QUESTION["content"])[2], ""
     try:

@@ -132,8 +132,7 @@ def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = (
 
 
 def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -> Path | None:
-    """Return the file of the state after ``turns``, of this step or an earlier one: the line's own, else the
-    one it left; or None."""
+    """Return the file of the state after ``turns``, of this step or an earlier one; None without one."""
     if speak.kept is None or not turns:
         return None
     forks = speak.forked_as or ()

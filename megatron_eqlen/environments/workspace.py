@@ -108,8 +108,7 @@ class Workspace(ToolEnvironment):
         ``variables``: of their environment. ``command``: start of a command that runs another in a container,
         with ``{folder}`` for the folder: the sandbox then only limits time, output and sizes. ``root``: the
         folder is the root of what commands see, which start as ``/root/.profile`` says, the test as that of
-        ``hidden`` or ``template``. ``reward``: a file of the folder in which ``test`` leaves the reward, a
-        number.
+        ``hidden`` or ``template``. ``reward``: a file of the folder in which ``test`` leaves it, a number.
         """
         self.prompt, self.seed = prompt, seed
         self.limits = CommandLimits(timeout, memory_mb, processes, folder_mb, files, longest_output)

@@ -107,8 +107,7 @@ class Background:
         return [each.result() for each in started if each.done() and not each.exception()]
 
     def grade(self, key: Key, deadline: float) -> Grade | None:
-        """Return the grade of a begun response, None if there is none at ``deadline`` (monotonic seconds).
-        Raises the grader's error."""
+        """Return a begun response's grade, None at ``deadline`` (monotonic s). Raises the grader's error."""
         begun = self._begun[key][1]
         if wait([begun], _left(deadline)).not_done or wait([begun.result()], _left(deadline)).not_done:
             return None

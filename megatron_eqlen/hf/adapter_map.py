@@ -71,8 +71,7 @@ def peft_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, str]]:
 
 
 def peft_config(adapters: Sequence[AdapterWeights], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``. ``base``: the base model's name, or its folder, whose
-    last part is shown."""
+    """Return the content of ``adapter_config.json``. ``base``: the base's name, or folder (its last part)."""
     modules = sorted({module.rpartition(".")[2] for adapter in adapters for module in adapter.modules})
     return {
         "peft_type": "LORA",

@@ -73,15 +73,13 @@ class Family:
     qk_norm: bool = True
     """True: queries and keys are normalised."""
     head_dim: Literal["given", "optional", "computed"] = "given"
-    """"optional": without ``head_dim``, heads divide ``hidden_size``; "computed": always, since vLLM ignores
-    ``head_dim``."""
+    """"optional": without ``head_dim``, heads divide ``hidden_size``; "computed": always, as vLLM does."""
     experts: bool = False
     """True: some feed-forward layers are experts."""
     shared_expert: bool = False
     """True: layers of experts have a gated shared expert."""
     hybrid: bool = False
-    """True: some layers are Gated DeltaNet, attention has output gates and rotates part of each head, and
-    norms are centred on zero."""
+    """True: Gated DeltaNet layers, output gates, partly rotated heads, and norms centred on zero."""
     separate_projections: bool = False
     """True: Gated DeltaNet's input projections are four tensors, not two interleaved by key head."""
     only_experts: bool = False

@@ -276,8 +276,7 @@ def with_tied_head(
 
 
 def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
-    """Return the weights by Megatron name if ``folder`` has all tensors in their shapes; warn of unused
-    ones."""
+    """Return the weights by Megatron name if ``folder`` has all in their shapes; warn of unused ones."""
     family = read_config(folder.path).model_type
     if family != model.model_type:
         raise CheckpointError(f"{folder.path}: expected a {model.model_type} model, found {family}")

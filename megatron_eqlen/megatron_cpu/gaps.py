@@ -38,8 +38,7 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
     States are copied from the loaded tensors, but ``step`` is not one of them (it is kept per parameter
     group): KeyError. The one loaded ``step`` tensor is then shared, so each of N parameters advances it and
     Adam's bias correction is silently N steps ahead. A host optimizer keeps the loaded tensors, some of which
-    are small views of whole weights. A rank without parameters of an optimizer, such as a pipeline stage
-    without experts, has no state with a step: AssertionError.
+    are small views of whole weights. A rank without parameters has no state with a step: AssertionError.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict

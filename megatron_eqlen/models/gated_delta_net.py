@@ -74,8 +74,7 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         return mixed, gate.unflatten(-1, (-1, self.value_head_dim)), beta, alpha
 
     def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor, tree: TreeParams) -> Tensor:
-        """Apply the convolution and the recurrence along paths: q|k|v [b, S, *], beta and alpha [b, S, H] ->
-        [b, S, H, d_v]."""
+        """Convolve and recur along paths: q|k|v [b, S, *], beta and alpha [b, S, H] -> [b, S, H, d_v]."""
         # [b, S, H] log decay g, below 0
         decay = -_wide(self.A_log).exp() * F.softplus(_wide(alpha) + _wide(self.dt_bias))
         mixed = self.act_fn(tree_convolution(mixed, self.conv1d.weight, tree))

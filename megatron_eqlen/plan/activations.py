@@ -3,8 +3,7 @@
 The terms follow the modules' code tensor by tensor (``models/layer_specs.py`` lists a layer's). Four kinds of
 module save different tensors on a GPU and on a CPU: Transformer Engine's norms keep their input in the
 model's dtype where plain torch keeps two float32 copies, its products are fused, the delta rule is fla's, and
-FlexAttention's output is copied into another order. Tests check the CPU count on real models. Rows are taken
-to be full.
+FlexAttention's output is copied into another order. Tests check CPU counts on real models. Rows are full.
 
 b: bytes of a number in the model's dtype. wide: bytes of a number in at least float32.
 """
@@ -88,8 +87,7 @@ def activations(
 
 
 def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
-    """Return the most chunks that await their backward pass: the warm-up of Megatron's
-    pipeline_parallel/schedules.py plus one."""
+    """Return the most chunks that await their backward pass: the warm-up of Megatron's schedules plus one."""
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     if virtual:
         most = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1

@@ -12,8 +12,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the cores of one rank if ``ranks_on_node`` ranks share the node; at least 1.
-    ``SLURM_CPUS_PER_TASK`` applies to a task, which is one rank (srun) or the launcher of several
-    (torchrun)."""
+    ``SLURM_CPUS_PER_TASK`` is of a task: a rank (srun) or the launcher of several (torchrun)."""
     # Equal shares of the node, unless SLURM says how many cores a task has.
     share = usable_cores() // ranks_on_node
     if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():

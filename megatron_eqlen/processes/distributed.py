@@ -140,8 +140,7 @@ class SealError(ConnectionError):
 
 
 def seal(required: bool = False) -> None:
-    """Seal this process's collectives if the environment has a secret. Raises ValueError if a ``required``
-    one is missing."""
+    """Seal collectives if the environment has a secret. Raises ValueError if it is required and missing."""
     if SECRET in os.environ:
         # torch's collectives of objects look their pickler up by these two names.
         module: Any = distributed_c10d

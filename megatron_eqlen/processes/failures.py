@@ -177,8 +177,7 @@ def read(folder: Path) -> list[Failure]:
 
 
 def _write(path: Path, failure: Failure) -> bool:
-    """Write a new file, in the form of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` with
-    an extra field; return False if it exists or cannot be written (on a full disk)."""
+    """Write a new file in the form of torch's ErrorHandler; return False if it exists or cannot be made."""
     # torch reads ``message``, ``py_callstack`` and whole seconds; ``read`` takes ``eqlen``.
     stack, when = failure.traceback or failure.message, str(int(failure.time))
     extra = {"py_callstack": stack, "timestamp": when, "eqlen": vars(failure)}

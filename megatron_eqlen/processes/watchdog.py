@@ -102,8 +102,7 @@ class Watchdog:
             self.folder.parent.rmdir()
 
     def _watch(self) -> None:
-        """Write this rank's deadline and read the others' at each look. A hang is reported only if two looks
-        in a row see it: a process may be stopped between the two while the clock runs."""
+        """Write this rank's deadline; read the others'. Two looks must see a hang: a stopped rank is none."""
         looked, hangs = time.monotonic(), False
         while not self._ended.wait(self.interval):
             self._postpone()

@@ -43,8 +43,7 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
 def _set_keys(
     section: Section, prefix: str = "", inherited: tuple[When, ...] = ()
 ) -> Iterator[tuple[str, Any, Any, tuple[When, ...]]]:
-    """Yield the keys that differ from their default, or are switched on as by default: name, value, default,
-    conditions. A section that gives all its keys is a resolved recipe's, where none is switched on."""
+    """Yield (name, value, default, conditions) of keys that differ from their default or are switched on."""
     fields, given = type(section).model_fields, section.model_fields_set
     for name, field in fields.items():
         key, value, default = prefix + name, getattr(section, name), field.get_default()

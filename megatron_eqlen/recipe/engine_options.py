@@ -74,8 +74,7 @@ REFUSED = {
 
 
 def check_options(key: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option of ``key`` that its engine lacks, or that is refused. Only installed
-    engines know names."""
+    """Raise ValueError for an option of ``key`` that is refused or that its engine lacks (if installed)."""
     if not options:
         return
     # Empty where the engine is not installed: then only refusals can be told.

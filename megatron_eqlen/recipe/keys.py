@@ -21,8 +21,7 @@ ABBREVIATION = 0.9
 
 
 def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str | None:
-    """Return a hint for an unknown key: the most similar dotted key of ``schema``, or what ``others.yaml``
-    says.
+    """Return a hint for an unknown key: the nearest dotted key of ``schema``, or what ``others.yaml`` says.
 
     ``("lr",)`` -> ``nearest: 'optimizer.lr'``; ``("data", "sources", 3, "wieght")`` and ``("data",
     "sources[3]", "weight")`` -> ``nearest: 'data.sources.3.weight'``.
@@ -53,8 +52,7 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
 
 
 def _hint(parts: Sequence[str], lost: bool = False) -> str | None:
-    """Return the place that a former key of ours went to, or the nearest key to another trainer's, also by
-    its last part, or why there is none (``lost``: by its last part, too)."""
+    """Return where a former key went, or the nearest key to another trainer's, or why there is none."""
     key = ".".join(parts).lower().replace("-", "_")
     if went := read_table()["went"].get(".".join(_without_numbers(parts)).lower()):
         return f"it went to {went['to']}"

@@ -124,8 +124,7 @@ def stages(parallel: ParallelRecipe, model: ModelConfig) -> list[range]:
 
 
 def _nearly_even(layers: int, chunks: int) -> list[int]:
-    """Distribute layers over chunks. The last chunk, which has the head, gets fewer first, then the first
-    chunks, which keep the most rows in flight."""
+    """Distribute layers over chunks: fewer to the last (the head), then the first (most rows in flight)."""
     least, longer = divmod(layers, chunks)
     # 10 layers on 4 chunks: 2, 3, 3, 2.
     short_first = [chunks - 1, *range(chunks - 1)]

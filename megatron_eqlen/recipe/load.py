@@ -98,8 +98,7 @@ def parse(raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = ()) -
 
 
 def _validated(raw: dict[str, Any], runs: bool) -> Recipe:
-    """Return the recipe unchecked. Where it ``runs``, options of its environment have the types that its
-    class and the function of an agent declare. Raises ValueError."""
+    """Return the recipe unchecked; where it ``runs``, its environment's options have their declared types."""
     recipe = Recipe.model_validate(raw)
     name = recipe.environment.name
     # An earlier run's recipe that is only read keeps its options as they stand.

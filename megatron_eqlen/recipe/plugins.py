@@ -132,8 +132,7 @@ def _source(module: str) -> Path | None:
 
 
 def _imported(node: ast.AST, module: str) -> Iterator[str]:
-    """Yield the names of the modules that a statement of ``module`` imports, or may: of ``from a import b``
-    both ``a`` and ``a.b``."""
+    """Yield modules that a statement of ``module`` may import: of ``from a import b`` ``a`` and ``a.b``."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             parts = alias.name.split(".")

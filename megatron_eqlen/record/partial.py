@@ -5,8 +5,7 @@
                                                               ┘   the same parts are cut
 
 A harvest's result depends on the tokens of its tracks alone, so these are all that it needs to resume. Parts
-that were final when an earlier step ended keep their grades and are marked ``Part.carried``: they are not
-graded again.
+that were final when an earlier step ended keep their grades and are marked ``Part.carried``.
 """
 
 from __future__ import annotations

@@ -144,8 +144,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def averaged(values: np.ndarray) -> np.ndarray:
-    """Return at most ``MAX_POINTS`` values: means of the finite ones of equal groups of neighbours (NaN:
-    none)."""
+    """Return at most ``MAX_POINTS`` means of the finite values of equal groups of neighbours (NaN: none)."""
     size = max(math.ceil(len(values) / MAX_POINTS), 1)
     groups = np.pad(values.astype(float), (0, -len(values) % size), constant_values=np.nan).reshape(-1, size)
     known = np.isfinite(groups)

@@ -108,8 +108,7 @@ class Columns:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line with its record; leave out a torn last line with a warning. Raises ValueError with file
-    and line for any other that is no record of a step."""
+    """Yield lines with their records; warn of a torn last line. Raises ValueError for any other bad line."""
     if not os.path.lexists(path):
         return
     with opened(path) as file:

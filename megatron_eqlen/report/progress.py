@@ -67,8 +67,7 @@ class Progress:
         self.say(f"WARNING: {text}")
 
     def finish(self, page: Path, learned: str = "") -> None:
-        """Print the last line: the limit that ended the run, the accuracies ``learned``, and the report's
-        path."""
+        """Print the last line: the limit that ended the run, accuracies ``learned``, the report's path."""
         taken = duration(time.monotonic() - self.started)
         came = self.budget.outcome(self.spent)
         parts = [came, *filter(None, [learned]), f"{taken} since the start"]

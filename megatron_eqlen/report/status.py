@@ -153,8 +153,7 @@ class RunStatus:
 
 
 def has_ended(run: Path, recipe: Recipe) -> bool:
-    """Return True if the run in ``run`` was evaluated after its last step, or, without benchmarks, has spent
-    its budget."""
+    """Return True if the run was evaluated after its last step, or, without benchmarks, spent its budget."""
     evaluated = (run / "evaluation/after.json").exists()
     return evaluated or (not recipe.evaluation.benchmarks and _is_spent(run, recipe))
 

@@ -270,8 +270,7 @@ def _messages(completion: str) -> list[dict[str, str]]:
 
 
 def _named(returned: Any) -> dict[str, float]:
-    """Return the named rewards in what a function returned, or in a list of one; empty for one reward. Raises
-    ValueError for a value that is no finite number."""
+    """Return named rewards of what a function returned, {} for one. Raises ValueError if not finite."""
     record = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
     if not isinstance(record, Mapping) or any(key in record for key in NUMBER_KEYS):
         return {}
@@ -285,8 +284,7 @@ def _named(returned: Any) -> dict[str, float]:
 
 
 def _number(returned: Any) -> float | None:
-    """Return the reward in what a function returned, None for a list with None (TRL: does not apply). Raises
-    ValueError for anything but one finite number."""
+    """Return the finite number in what a function returned, None for TRL's ``[None]``. Raises ValueError."""
     value: Any = returned
     for _ in range(2):  # verl's batches are lists of records, OpenRLHF returns a record of tensors
         if isinstance(value, Mapping):

@@ -6,11 +6,9 @@
 
 The thread does everything that precedes a step's token trees, on rank 0 alone: it uses the servers and the
 graders, but no process group. A sync pauses its requests, which then continue under the new weights. The
-harvest of step n begins when step n - K is taken: no token of step n is older than the weights that step n -
-K trained.
+harvest of step n begins when step n - K is taken: no token is older than the weights that step n - K trained.
 
-With ``rollout.carry_over`` a harvest resumes what the step before suspended: tokens may be older by as many
-steps.
+With ``rollout.carry_over`` a harvest resumes suspended rollouts: tokens may be older by as many steps.
 
 A checkpoint after step n holds the data source's position after step n's prompts, and the ages of tokens in
 steps that had begun: a resumed run draws the same prompts again and resumes from their record.

@@ -69,8 +69,7 @@ class RouteCapture:
         return StepRoutes(rows[ends[1:] - 1], dict(batch.req_id_to_index), prompts)
 
     def _asked(self) -> list[tuple[str, int, np.ndarray]]:
-        """Return (id, number in the batch, positions) of requests that get a first token now and want
-        rows."""
+        """Return (id, number in batch, positions) of requests that want rows and get a first token now."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         # nothing generated yet, and the prefill ends with this step
         first = batch.num_tokens_no_spec[:count] == batch.num_prompt_tokens[:count]

@@ -37,8 +37,7 @@ holds views of the other, whose memory no stream keeps (``record_stream``)."""
 
 class NcclSender:
     """Sends weights to the live replicas of ``pool``. The group is made at the first sync, and again when
-    these change. ``shapes``: of all weights by Hugging Face name, in the order in which they are sent. Raises
-    EngineError without a GPU."""
+    these change. ``shapes``: of all weights by name, in sending order. Raises EngineError without a GPU."""
 
     def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
         if not torch.cuda.is_available():
@@ -105,8 +104,7 @@ class NcclSender:
 
 
 def broadcast(named_tensors: Iterator[tuple[str, Tensor]], group: Any) -> None:
-    """Broadcast the weights from rank 0 of ``group``. vLLM packs them on a stream of its own, which does not
-    wait for the optimizer's."""
+    """Broadcast weights from rank 0 of ``group``. vLLM's packing stream does not await the optimizer's."""
     torch.cuda.current_stream().synchronize()
     packed_nccl_broadcast_producer(
         iterator=named_tensors,

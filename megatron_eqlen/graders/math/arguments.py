@@ -24,9 +24,8 @@ def delimit(text: str) -> str:
     r"""Put braces around the arguments of ``\frac``, ``\binom``, ``\sqrt``, parentheses around a function's.
 
     ``\frac\pi2\ln2x/3`` becomes ``\frac{\pi}{2}\ln(2x)/3``. A function without parentheses takes the product
-    of the factors side by side after it. It ends before ``/``, ``\cdot``, a sign, another function, ``e^``,
-    or ``(`` after a letter. Only an angle keeps its denominator: ``\sin\pi/4`` is sin(pi/4), as sin(pi)/4 is
-    0.
+    of the factors after it. It ends before ``/``, ``\cdot``, a sign, another function, ``e^``, or ``(`` after
+    a letter. Only an angle keeps its denominator: ``\sin\pi/4`` is sin(pi/4), as sin(pi)/4 is 0.
     """
     try:
         return _delimit(text) if "\\" in text else text

@@ -141,9 +141,8 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
 
 
 def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None:
-    r"""Write lists of named values as tuples: ``x=1,y=2`` as ``(1,2)``, in the alphabetical order of the
-    names; in the gold's order where the answer is a list without names and brackets. Return None if neither
-    side names several values, () if they name different ones."""
+    r"""Write lists of named values as tuples: ``x=1,y=2`` as ``(1,2)``, in the order of the names, or the
+    gold's if the answer is a bare list. Return None if neither names several values, () if they differ."""
     wanted, given = _assignments(gold), _assignments(answer)
     if wanted is None and given is None:
         return None
@@ -225,8 +224,7 @@ def _same_members(wanted: list[str], given: list[str], is_complex: bool) -> bool
 
 
 def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
-    """Compare with a gold that is an equation: the answer is another form of it, the value that it names, or
-    the same chain term by term."""
+    """Compare with a gold that is an equation or a chain of them."""
     wanted, given = split(gold, _EQUALS), split(answer, _EQUALS)
     # ``x=5`` or ``5=x``, answered by 5.
     if len(given) == 1:

@@ -4,8 +4,7 @@
 
 The zygote starts before any test arrives, in the programs' interpreter (``probe.find_python``). Programs,
 inputs and outputs travel as descriptors of memory files, which it never reads, so a program finds no expected
-output and no other program in its memory. When a run ends, its process group and all it left behind are
-killed.
+output and no other program in its memory. When a run ends, its process group and all it left are killed.
 
 A program has no process, socket or file of its own (``program.py``); a command has processes and one writable
 folder (``command.py``).
@@ -187,8 +186,7 @@ def check_readable(paths: Sequence[str], root: bool) -> None:
 
 
 def _record(report: bytes, token: str) -> tuple[str, str]:
-    """Return kind and text of the report behind ``token``; empty texts if it starts otherwise. The text is
-    not parsed: a program may forge one of any size and shape."""
+    """Return kind and text of the report behind ``token``, or empty texts. Unparsed: it may be forged."""
     start = token.encode() + b" "
     told = report.removeprefix(start).decode(errors="replace") if report.startswith(start) else ""
     kind, _, text = told.partition("\n")

@@ -307,8 +307,7 @@ def _execute(command: list[str], environment: Mapping[str, str], printing: int) 
 
 
 def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> dict[str, Any]:
-    """Wait for the command's end or its limit; kill what is left; return the report. ``alone``: this process
-    is the first of a namespace, and sees no others."""
+    """Wait for the command's end or limit; kill the rest; return the report. ``alone``: in a namespace."""
     began = time.monotonic()
     process = os.pidfd_open(command)
     kept, most, size = bytearray(), limits.output_bytes, 0

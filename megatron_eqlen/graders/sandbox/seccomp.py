@@ -2,8 +2,7 @@
 
 Programs may do what CPython and NumPy need to compute, read files and write to open descriptors; everything
 else fails with EPERM: no sockets, no processes, no file made, changed or removed, and no signal to others,
-neither sent nor ordered from the kernel (a descriptor's or a timer's owner, a parent's death, a poisoned
-page).
+sent or ordered from the kernel (a descriptor's or timer's owner, a parent's death, a poisoned page).
 """
 
 from __future__ import annotations

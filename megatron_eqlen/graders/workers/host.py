@@ -5,8 +5,7 @@
 The host forks a worker for every socket that arrives on its stdin. A worker answers one item after the other
 with the handler of ``MODULE.make_handler(**OPTIONS)``. The trainer kills a worker that hangs; a new one has
 everything imported already. Workers die with the host. The host ends when the trainer is gone, even if
-another process holds the socket; its main loop checks that, because a process that forks must have no second
-thread.
+another process holds the socket; its main loop checks that, since a process that forks must have one thread.
 """
 
 from __future__ import annotations

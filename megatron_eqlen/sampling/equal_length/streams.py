@@ -202,10 +202,9 @@ def _tail_units(
 ) -> list[ComparisonUnit]:
     """Append the tail to ``tree`` and return its unit, or nothing where it has no gradient.
 
-    The tail continues the B side of the last of ``units``, with its weight. After ``max_pairs`` no later pair
-    trains what extends that B, and the tail is compared with the A side of the same pair. Otherwise the last
-    two tracks are truncated and equal, and the tail stands for both: only other streams, a teacher and the KL
-    penalty give it a gradient.
+    The tail continues the B side of the last of ``units``, with its weight. After ``max_pairs`` it is
+    compared with the A side of the same pair. Otherwise it stands for the last two tracks, truncated and
+    equal: only other streams, a teacher and the KL penalty give it a gradient.
     """
     on_policy, others = recipe.equal_length.pair_weight == "on_policy", recipe.equal_length.baseline
     last = units[-1] if units and stream.outcome == "max_pairs" else None
