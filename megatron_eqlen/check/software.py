@@ -185,7 +185,6 @@ def _reward(place: Place) -> RewardRecipe:
 
 
 def _runs_programs(place: Place) -> bool:
-    """Return True if answers may be programs."""
     return place.recipe is None or bool(_graders(place) & (CODE | ANY))
 
 

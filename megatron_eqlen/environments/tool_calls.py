@@ -131,7 +131,6 @@ class ToolEnvironment(Environment):
 
 
 def _arguments_of(method: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
-    """Return what checks a method's arguments."""
     hints = get_type_hints(method, include_extras=True)
     fields: dict[str, Any] = {}
     # Without ``self``.

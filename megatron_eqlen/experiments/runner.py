@@ -87,7 +87,6 @@ class Runner:
         return self.failed + self.todo
 
     def _collect(self) -> None:
-        """Find out which runs have ended."""
         for child in [*self.running]:
             status = child.process.poll()
             if status is None:

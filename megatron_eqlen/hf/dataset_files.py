@@ -55,7 +55,6 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -> dict[str, list[str]]:
-    """Return the files of each split of ``config``."""
     if entry := _card_entry(card, config):
         parts = entry["data_files"]
         # ``data_files: data/*.parquet`` or a list of patterns is one split; else each part names its own.

@@ -85,7 +85,6 @@ def uses_transformer_engine() -> bool:
 
 
 def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:
-    """Return the fields for execution: layout, precision, kernels."""
     kernels = uses_transformer_engine()
     fused = torch.cuda.is_available() if parallel.fusions is None else parallel.fusions
     fields: dict[str, Any] = {

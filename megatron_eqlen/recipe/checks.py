@@ -179,7 +179,6 @@ OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
 
 
 def _of_supervised(recipe: Recipe) -> Iterator[str]:
-    """Yield what has no effect with ``objective: sft``."""
     end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"

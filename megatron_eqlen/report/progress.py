@@ -73,18 +73,12 @@ class Progress:
         parts = [came, *filter(None, [learned]), f"{taken} since the start"]
         self.say(f"{self.title}: {', '.join(parts)}; see {page}")
 
-    def _count(self) -> str:
-        done = str(self.spent.steps)
-        return f"{done}/{self.budget.steps}" if self.budget.steps is not None else done
-
     def _line(self) -> str:
+        of = "" if self.budget.steps is None else f"/{self.budget.steps}"
         seconds = f"{self.step_seconds[-1]:.1f} s" if self.step_seconds else ""
-        parts = (f"step {self._count()}", numbers(self.metrics), seconds, self._left())
-        return "  ".join(filter(None, parts))
-
-    def _left(self) -> str:
         left = self.budget.seconds_left(self.spent, self.step_seconds)  # by the mean of the newest steps
-        return "" if left is None else f"{duration(left)} left"
+        ends = "" if left is None else f"{duration(left)} left"
+        return "  ".join(filter(None, (f"step {self.spent.steps}{of}", numbers(self.metrics), seconds, ends)))
 
 
 def numbers(metrics: Mapping[str, float | None]) -> str:

@@ -321,7 +321,6 @@ def _ascii(sign: str) -> str:
 
 
 def _repeating(whole: str, start: str, block: str) -> str:
-    """Return a repeating decimal as a fraction."""
     # 0.1(6): 10 x 9 = 90 nines, 16 - 1 = 15, and 15/90 = 1/6.
     nines = 10 ** len(start) * (10 ** len(block) - 1)
     tail = int(start + block) - int(start or "0") + int(whole or "0") * nines
