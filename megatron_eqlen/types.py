@@ -217,6 +217,11 @@ class Rollout:
         return self.prompt.prompt_id
 
     @property
+    def home(self) -> int | None:
+        """Rank that holds the values of its parts (see ``Part.home``)."""
+        return self.parts[0].home if self.parts else None
+
+    @property
     def suspended(self) -> bool:
         return self.outcome == "suspended"
 
@@ -272,6 +277,8 @@ class Rollout:
         )
 
 
+Gather = Callable[[list[Any]], list[Any]]
+"""Joins the lists of all ranks (``processes.distributed.gather``); ``list`` where there is one."""
 RolloutKey = tuple[str, int]
 """Identifier of a rollout: its prompt's id, and its number among the prompt's rollouts."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives.advantages import dr_grpo, whiten
 from megatron_eqlen.objectives.aggregation import BatchSize, Member
 from megatron_eqlen.objectives.objective import Objective, ResolvedRecipe
@@ -37,7 +38,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
 from megatron_eqlen.tokens import VERSIONS
-from megatron_eqlen.types import Metrics, Rollout, TokenTree
+from megatron_eqlen.types import Gather, Metrics, Node, Rollout, TokenTree
 
 
 @collector_paused()
@@ -45,22 +46,35 @@ def build_minibatches(
     rollouts: Sequence[Rollout],
     job: ResolvedRecipe,
     policy_version: int | None = None,
-    gather: Callable[[list[Any]], list[Any]] = list,
+    gather: Gather = list,
+    rank: int | None = None,
 ) -> tuple[list[list[TokenTree]], Metrics]:
     """Return a forest for each of the harvest's ``loss.minibatches`` optimizer steps, in order, and metrics.
 
     A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
     Minibatches without a prompt are left out. ``policy_version``: of the trained weights; with it the metrics
-    say how stale tokens are. ``gather`` joins the lists of all ranks. Raises ValueError for an ungraded
-    response.
+    say how stale tokens are. ``gather`` joins the lists of all ranks. ``rank``: this one, which compares the
+    rollouts whose arrays it has and gets the trees of others; None: it compares all. Raises ValueError for an
+    ungraded response.
     """
+    objective, homes = job.objective, {rollout.home for rollout in rollouts if rollout.parts}
+    together = objective.whitened or job.recipe.equal_length.baseline == "streams"
+    joined = gather
+    if rank is not None and (len(homes) < 2 or together or objective.baseline is not of_unit):
+        # all ranks would wait for the only home, or need the units of the whole batch
+        rank, joined = None, list
     # [minibatches], each with the trees and units of its prompts
-    batches = _weigh(_minibatches(rollouts, job.recipe), job)
+    parts = _minibatches(rollouts, job.recipe)
+    batches = _weigh(parts, job, joined, rank)
     units = [unit for batch in batches for unit in batch.units]
-    metrics = unit_metrics(units, rollouts, job.recipe)
+    own = [rollout for rollout in rollouts if rank in (None, rollout.home or 0)]
+    metrics = unit_metrics(units, own, job.recipe, joined)
     if policy_version is not None:
         metrics |= staleness_metrics(units, policy_version, gather)
+    if joined is not list:
+        trees = [tree for batch in batches for tree in batch.trees]
+        _fill(trees, [rollout for part in parts for rollout in part], joined)
     return [batch.trees for batch in batches], metrics
 
 
@@ -96,25 +110,52 @@ class _Batch:
     units: list[ComparisonUnit] = field(default_factory=list)
 
 
-def _weigh(parts: Sequence[Sequence[Rollout]], job: ResolvedRecipe) -> list[_Batch]:
+def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gather) -> None:
+    """Fill in the trees of other ranks, with bare tables but for the prompts' ids."""
+    sent = [
+        (number, tree.name, [(n.parent, n.tokens.bare(), n.advantage, n.weight, n.home) for n in tree.nodes])
+        for number, tree in enumerate(trees)
+        if tree.nodes
+    ]
+    known: list[tuple[int, str, list[tuple[Any, ...]]]] = gather(sent)
+    for number, name, nodes in known:
+        if not trees[number].nodes:
+            trees[number].name, trees[number].nodes = name, [Node(*fields) for fields in nodes]
+            root, token_ids = trees[number].nodes[0], rollouts[number].prompt.token_ids
+            root.tokens = root.tokens.with_column("token_ids", np.array(token_ids, np.int32))
+
+
+def _weigh(
+    parts: Sequence[Sequence[Rollout]], job: ResolvedRecipe, gather: Gather = list, rank: int | None = None
+) -> list[_Batch]:
     recipe, objective = job.recipe, job.objective
     first = [0, *accumulate(map(len, parts))]
-    batches = [_compare(part, recipe, objective, number) for part, number in zip(parts, first, strict=False)]
+    batches = [_compare(part, recipe, objective, at, rank) for part, at in zip(parts, first, strict=False)]
     units = [unit for batch in batches for unit in batch.units]
     _set_advantages(units, objective, recipe)
     if objective.baseline is not of_unit:
         rollouts = [rollout for part in parts for rollout in part]
         _set_token_advantages(units, rollouts, objective, recipe)
     _mark_trained(units, recipe)
+    # of all ranks' counted units
+    tokens = Counter[str]()
+    for prompt_id, count in gather([(unit.prompt_id, sum(unit.lengths) * unit.counted) for unit in units]):
+        tokens[prompt_id] += count
     for batch in batches:
-        _set_weights(batch, recipe, objective)
+        _set_weights(batch, recipe, objective, tokens)
     return batches
 
 
-def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, first: int = 0) -> _Batch:
-    """Return the units of ``rollouts``, which are numbered from ``first`` on."""
+def _compare(
+    rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, first: int = 0, rank: int | None = None
+) -> _Batch:
+    """Return the units of ``rollouts``, which are numbered from ``first`` on; trees of other ranks are empty.
+    Rank 0 compares the rollouts that have no home, as they have no parts."""
     batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
     for number, rollout in enumerate(rollouts, first):
+        if rank not in (None, rollout.home or 0):
+            batch.trees.append(TokenTree("", []))
+            continue
         tree, units = comparison_units(rollout, recipe, objective)
         for unit in units:
             # units of named rewards are numbered like their unit
@@ -173,11 +214,12 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
         members = zip(unit.rewards, unit.lengths, strict=True)
         advantages = [objective.advantage([r, unit.baseline], [length] * 2)[0] for r, length in members]
 
-    def where() -> str:
-        part = described(objective.advantage)
-        return f"prompt {unit.prompt_id}: advantage {part} of rewards {unit.rewards}"
-
-    return checked_advantages(advantages, len(unit.nodes), where)
+    where = f"prompt {unit.prompt_id}: advantage "
+    return checked_advantages(
+        advantages,
+        len(unit.nodes),
+        lambda: f"{where}{described(objective.advantage)} of rewards {unit.rewards}",
+    )
 
 
 def _set_baselines(units: Sequence[ComparisonUnit]) -> None:
@@ -203,9 +245,9 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
         unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
 
 
-def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
+def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective, tokens: Mapping[str, int]) -> None:
     counted = Counter(unit.rollout for unit in batch.units if unit.counted)
-    size = _size(batch, recipe)
+    size = _size(batch, recipe, tokens)
     where = f"aggregation {described(objective.aggregation)}"
     for unit in batch.units:
         if not unit.trained:
@@ -221,38 +263,42 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             sequence = unit.share / (rollouts * len(unit.nodes))
         lengths, signs = unit.lengths, [(value > 0) - (value < 0) for value in unit.advantages]
         # members of each sign and their tokens, for averages that balance them
-        alike, tokens = Counter(signs), Counter[int]()
+        alike, alike_tokens = Counter(signs), Counter[int]()
         for sign, length in zip(signs, lengths, strict=True):
-            tokens[sign] += length
+            alike_tokens[sign] += length
         for node, length, sign in zip(unit.nodes, lengths, signs, strict=True):
             if length:
-                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign], lengths)
+                member = Member(sequence, length, unit.prompt_id, alike[sign], alike_tokens[sign], lengths)
                 weight = objective.aggregation(member, size)
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
 
 
-def _size(batch: _Batch, recipe: Recipe) -> BatchSize:
-    tokens: Counter[str] = Counter()
-    for unit in batch.units:
-        tokens[unit.prompt_id] += sum(unit.lengths) if unit.counted else 0
-    of_prompt: dict[str, float] = {**tokens}
+def _size(batch: _Batch, recipe: Recipe, tokens: Mapping[str, int]) -> BatchSize:
+    counted = {prompt_id: tokens[prompt_id] for prompt_id in batch.rollouts if prompt_id in tokens}
+    of_prompt: dict[str, float] = {**counted}
     prompts: float = len(batch.rollouts)
     if recipe.rollout.carry_over:
         prompts = recipe.data.prompts_per_step / recipe.loss.minibatches
         for prompt_id in of_prompt:  # as if its rollouts in other steps were like these
             of_prompt[prompt_id] *= recipe.rollouts_per_prompt / batch.rollouts[prompt_id]
-    return BatchSize(tokens.total(), of_prompt, prompts, recipe.rollout.max_response_length)
+    return BatchSize(sum(counted.values()), of_prompt, prompts, recipe.rollout.max_response_length)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------
 
 
-def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
+def unit_metrics(
+    units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe, gather: Gather
+) -> Metrics:
     """Return metrics of advantages, effective samples and supervised tokens, and those of the sampling kind.
-    ``objective/effective_samples`` is the paper's count: members with a non-zero advantage."""
+    ``objective/effective_samples`` is the paper's count: members with a non-zero advantage. ``gather`` joins
+    the lists of all ranks, each with its own units and rollouts."""
+    known: list[tuple[list[float], list[float], int]] = gather(
+        [(unit.rewards, unit.advantages, sum(unit.lengths) * unit.trained) for unit in units]
+    )
     # [members of all units]
-    rewards = [reward for unit in units for reward in unit.rewards]
-    advantages = [value for unit in units for value in unit.advantages]
+    rewards = [reward for own, _, _ in known for reward in own]
+    advantages = [value for _, own, _ in known for value in own]
     compared = {
         **_moments("reward", rewards),
         **_moments("advantage", advantages),
@@ -260,18 +306,20 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     }
     metrics = {
         **({} if recipe.supervised else compared),
-        "objective/units": float(len(units)),
+        "objective/units": float(len(known)),
         "objective/members": float(len(rewards)),
-        "objective/zero_advantage_fraction": fmean([not any(unit.advantages) for unit in units] or [0]),
+        "objective/zero_advantage_fraction": fmean([not any(own) for _, own, _ in known] or [0]),
         "objective/effective_samples": float(sum(value != 0 for value in advantages)),
-        "objective/supervised_tokens": float(sum(sum(unit.lengths) for unit in units if unit.trained)),
+        "objective/supervised_tokens": float(sum(tokens for _, _, tokens in known)),
     }
-    return metrics | KINDS[recipe.sampling].objective_metrics(units, rollouts, recipe)
+    of_kind = KINDS[recipe.sampling].objective_metrics(units, rollouts, recipe)
+    # means over streams are weighed by each rank's
+    parts = gather([of_kind | {"harvest/streams": float(len(rollouts))}])
+    merged = at_once(parts) if len(parts) > 1 else of_kind
+    return metrics | {name: merged[name] for name in merged if name != "harvest/streams"}
 
 
-def staleness_metrics(
-    units: Iterable[ComparisonUnit], policy_version: int, gather: Callable[[list[Any]], list[Any]]
-) -> Metrics:
+def staleness_metrics(units: Iterable[ComparisonUnit], policy_version: int, gather: Gather) -> Metrics:
     """Return how many versions older than ``policy_version`` the weights were that sampled the trained
     tokens; empty for no tokens. ``gather`` joins the lists of all ranks, each with a share of the tokens."""
     tokens: Counter[int] = Counter()

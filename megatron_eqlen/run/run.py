@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.files import step_name
@@ -165,7 +166,8 @@ class Run:
         """Return the step with its minibatches of token trees, weighted; the same on every rank."""
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
-            minibatches, metrics = build_minibatches(step.rollouts, self.session.job, version, gather)
+            of_rank = gather, dist.get_rank()
+            minibatches, metrics = build_minibatches(step.rollouts, self.session.job, version, *of_rank)
         generated = step.metrics.get("harvest/generated_tokens")
         if generated:
             effective = 1000 * metrics["objective/effective_samples"] / generated

@@ -103,11 +103,10 @@ def part_rewards(
 
 def token_tree(rollout: Rollout, name: str, parts: Sequence[Part]) -> tuple[TokenTree, dict[int, Node]]:
     """Return the token tree of ``parts`` and those before, and its nodes by part number; the root's is -1."""
-    home = rollout.parts[0].home if rollout.parts else None
     tokens = Tokens.of(rollout.prompt.token_ids)
     if rollout.prompt_columns is not None and len(tokens):  # skeletons on disk have no prompts
         tokens = Tokens({**rollout.prompt_columns.columns, **tokens.columns})
-    nodes, places = {-1: Node(-1, tokens, home=home)}, {-1: 0}
+    nodes, places = {-1: Node(-1, tokens, home=rollout.home)}, {-1: 0}
     for part in parts:
         places[part.number] = len(nodes)
         nodes[part.number] = Node(places[part.parent], part.tokens, home=part.home)

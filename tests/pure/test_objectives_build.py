@@ -1,6 +1,12 @@
 """Advantages and weights of token trees, on the worked example of types.py and on groups."""
 
 import dataclasses
+import functools
+import itertools
+import pickle
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 
 import numpy as np
@@ -360,3 +366,81 @@ def test_few_lines_that_are_alive_weigh_against_four_of_the_prompts_mean():
     (tree,), _ = build_trees([group], recipe(**keys))
     # of the last token: one other is alive, with 0.5, and the prompt's mean is 0.75
     np.testing.assert_allclose(tree.nodes[2].advantage, [-0.75, -0.75, -(0.5 + 4 * 0.75) / 5])
+
+
+def at_random(kind: str, seed: int, homes: int) -> list:
+    """Return rollouts of four prompts, on random ranks of ``homes``."""
+    draw, rollouts = random.Random(seed), []
+
+    def part(ends: bool) -> Part:
+        length = draw.randint(1, 9)
+        return segment(
+            [draw.randint(1, 9) for _ in range(length)], draw.choice([0, 0.3, 1]) if ends else None
+        )
+
+    for name in "abcd":
+        asked = Prompt(name, [draw.randint(1, 9) for _ in range(3)], "?", "math", "1")
+        if kind == "equal_length":
+            for index in range(2):
+                lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 3))]
+                sides = [
+                    (segment([5] * length, draw.choice([0, 1])), segment([6] * length)) for length in lengths
+                ]
+                rollouts.append(kit.stream(asked, index, 0, sides, "max_pairs", tail=part(True)))
+        elif kind == "independent":
+            rollouts.append(kit.group(asked, 0, [part(True) for _ in range(3)]))
+        else:
+            steps = [part(False), part(True), part(True), part(True)]
+            rollouts.append(kit.tree(asked, 0, steps, [-1, 0, 0, -1]))
+        for rollout in rollouts:
+            home = draw.randrange(homes)
+            for each in rollout.parts:
+                each.home = home
+    return rollouts
+
+
+@pytest.mark.parametrize(("kind", "keys"), [
+    *itertools.product(["equal_length", "independent", "tree"], [
+        {"objective": "grpo"},
+        {"objective": "dapo", "loss__minibatches": 2},
+        {"objective": "reinforce_pp"},  # whitened over the batch
+    ]),
+    *itertools.product(["equal_length", "independent"], [
+        {"objective": "grpo", "loss__loss_agg_mode": "prompt-mean-token-mean", "loss__kl_coef": 0.1},
+    ]),
+    ("independent", {"objective": "dr_grpo", "loss__baseline": "fitted"}),  # to the batch's spans
+    ("equal_length", {"objective": "rloo", "equal_length__pair_weight": "on_policy",
+                      "equal_length__baseline": "streams", "group_size": 4}),
+])  # fmt: skip
+def test_ranks_that_compare_their_own_rollouts_get_the_trees_of_one_that_compares_all(kind, keys):
+    job = Job(recipe(sampling=kind, **keys))
+    for seed in range(3):
+        expected, metrics = build_minibatches(at_random(kind, seed, 3), job, 1)
+        barrier, sent = threading.Barrier(3), {}
+
+        def gather(items: list, rank: int, barrier=barrier, sent=sent) -> list:
+            barrier.wait(60)
+            sent[rank] = pickle.dumps(items)
+            barrier.wait(60)
+            return [item for each in sorted(sent) for item in pickle.loads(sent[each])]
+
+        def of_rank(rank: int, gather=gather, seed=seed) -> tuple:
+            rollouts = at_random(kind, seed, 3)
+            for part in (part for rollout in rollouts for part in rollout.parts if part.home != rank):
+                part.tokens = part.tokens.bare()  # as it comes from another rank
+            return build_minibatches(rollouts, job, 1, functools.partial(gather, rank=rank), rank)
+
+        with ThreadPoolExecutor(3) as pool:
+            of_ranks = list(pool.map(of_rank, range(3)))
+        for trees, found in of_ranks:
+            assert list(map(described, trees)) == list(map(described, expected))
+            assert found == pytest.approx(metrics, rel=1e-12)
+
+
+def described(trees: list) -> list:
+    """Return what must be the same on each rank."""
+    nodes = [
+        [(n.parent, len(n.tokens), n.home, np.ravel(n.advantage).tolist(), n.weight) for n in tree.nodes]
+        for tree in trees
+    ]
+    return [(t.name, t.nodes[0].token_ids.tolist(), found) for t, found in zip(trees, nodes, strict=True)]

@@ -128,7 +128,16 @@ class World:
         self.sizes["MB of prompts"] = len(pickle.dumps(prompts)) / 1e6
         self.sizes["MB of skeletons"] = self.gpus * max(map(len, ranks.answers)) / 1e6
         ranks.answers = []
-        (trees,), measured = self.timed("units", lambda: build_minibatches(everyone, Job(recipe)))
+        answers = iter(answers_of(everyone, Job(recipe), self.gpus))
+
+        def gathered(items: list[Any]) -> list[Any]:
+            ranks.answers = next(answers)
+            return gather(items)
+
+        (trees,), measured = self.timed(
+            "units", lambda: build_minibatches(everyone, Job(recipe), gather=gathered, rank=0), without=ranks
+        )
+        ranks.answers = []
         indices = self.gpus // ENGINE_RANKS
         row = recipe.packing.max_tokens_per_row
         planned = self.timed("plan", lambda: plan_rows(trees, row, indices, ENGINE_RANKS))
@@ -208,6 +217,23 @@ def skeletons_of(
             parts = [replace(part, home=rank) for part in rollout.parts]
             skeletons.append(replace(rollout, prompt=named, parts=parts))
     return skeletons
+
+
+def answers_of(rollouts: list[Rollout], job: Job, ranks: int) -> list[list[bytes]]:
+    """Return what each rank sends in each gather of ``build_minibatches``: what is sent of its rollouts; none
+    for what a rank says of all, where others answer as rank 0 does."""
+    answers: list[list[bytes]] = []
+    homes = {key: r.home or 0 for number, r in enumerate(rollouts) for key in (number, r.prompt_id)}
+
+    def noted(items: list[Any]) -> list[Any]:
+        shares: list[list[Any]] = [[] for _ in range(ranks)]
+        for item in items if isinstance(items[0], tuple) and isinstance(items[0][0], int | str) else ():
+            shares[homes[item[0]]].append(item)
+        answers.append([pickle.dumps(share) for share in shares] if any(shares) else [])
+        return items
+
+    build_minibatches(rollouts, job, gather=noted)
+    return answers
 
 
 def harvested(
