@@ -75,14 +75,10 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
     # ``NGPUS=8`` is for the script's environment; all other words are its arguments.
     variables = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
     arguments = [word for word in words if not re.match(r"\w+=", word)]
-    started, missing, end = launched(file, arguments, variables)
+    started, missing, written, end = launched(file, arguments, variables)
     launchers = ((n for n, word in enumerate(command) if LAUNCHER.fullmatch(word)) for command in started)
     # What stands before the first launcher is another program's: ``srun --nodes 2 python train.py``.
     commands = [command[next(first, 0) :] for command, first in zip(started, launchers, strict=True)]
-    # Settings that the script wrote itself: they are not in its repository.
-    left = {name.partition("/here/")[2]: text for name, text in folder_files(end.folder).items()}
-    new = (name for name in left if not any((folder / name).exists() for folder in file.resolve().parents))
-    written = {Path(name).name: left[name].decode() for name in new if name.endswith((".yaml", ".yml"))}
     configured = [_of_words(command, trainer, file, written) for command in commands]
     # A command is a training if it gives two known keys or more, and half as many as the best has. Others are
     # servers, conversions of checkpoints, or other trainers.
@@ -163,10 +159,11 @@ def listed(value: Any) -> list[str]:
 
 def launched(
     script: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
-) -> tuple[list[list[str]], list[str], CommandEnd]:
+) -> tuple[list[list[str]], list[str], dict[str, str], CommandEnd]:
     """Run the script with bash, where it can do no harm, in its repository (the next folder above it with
     ``.git``, or else its own folder). Return the commands that it starts, in order, the files that it reads
-    settings from and does not find, and its end. Raises ValueError where there is no sandbox."""
+    settings from and does not find, the YAML files that it writes, by name, and its end. Raises ValueError
+    where there is no sandbox."""
     if refusal := commands_refused():
         raise ValueError(
             f"{script}: bash runs a script in the sandbox, and this machine has none ({refusal}); save the "
@@ -184,13 +181,20 @@ def launched(
         end = sandbox.command(Command(start, environment=given), _furnished(root, script), limits)
     files = folder_files(end.folder)
 
+    def text_of(name: str) -> str:
+        text = files[name].decode(errors="replace")
+        return text.replace(HERE, str(root)).replace(HOME, str(Path.home()))
+
     # A file for each command, named by its time: arguments that end with NUL.
     def recorded(folder: str) -> list[list[str]]:
         names = sorted(name for name in files if f".eqlen/{folder}/" in name)
-        texts = [files[name].decode(errors="replace").replace(HERE, str(root)) for name in names]
-        return [text.replace(HOME, str(Path.home())).split("\0")[:-1] for text in texts]
+        return [text_of(name).split("\0")[:-1] for name in names]
 
-    return recorded("record"), [name for (name,) in recorded("missing")], end
+    here = ".eqlen/here/"
+    yamls = (name for name in files if here in name and name.endswith((".yaml", ".yml")))
+    new = [name for name in yamls if not (root / name.partition(here)[2]).exists()]
+    written = {Path(name).name: text_of(name) for name in new}
+    return recorded("record"), [name for (name,) in recorded("missing")], written, end
 
 
 def _furnished(root: Path, script: Path) -> bytes:

@@ -396,9 +396,12 @@ def test_a_configuration_that_the_script_writes_is_read(tmp_path):
     words = shlex.join(word for word in BASE["trl"] if word not in ("--num_processes", "2"))
     (tmp_path / "run.sh").write_text(
         "mkdir -p new\ncat > new/mine.yaml <<EOF\nnum_processes: $((2 * 3))\nEOF\n"
-        f"accelerate launch --config_file new/mine.yaml x.py {words}"
+        "echo system_prompt: $PWD/rules > new/own.yaml; printf '\\xff' > other.yml\n"
+        f"accelerate launch --config_file new/mine.yaml x.py {words} --config new/own.yaml"
     )
-    assert translate("trl", tmp_path / "run.sh").keys["cluster.processes_per_node"] == 6
+    keys = translate("trl", tmp_path / "run.sh").keys
+    assert keys["cluster.processes_per_node"] == 6
+    assert keys["data.instruction"] == str(tmp_path / "rules"), "a path of this machine, not of the sandbox"
 
 
 def test_variables_without_a_value_are_named(tmp_path):
@@ -523,7 +526,7 @@ def test_a_script_sees_the_small_files_of_its_repository_also_behind_links(tmp_p
     (root / "large").write_bytes(bytes(launch_scripts.MOST_BYTES + 1))
     (root / ".env").touch()
     (root / "a/run.sh").write_text("source linked\ntrl grpo $N $(find . -type f | sort)")
-    found, missing, _ = launch_scripts.launched(root / "a/run.sh")
+    found, missing, *_ = launch_scripts.launched(root / "a/run.sh")
     assert (found, missing) == ([["trl", "grpo", "1", "./.env", "./a/run.sh", "./linked"]], [])
 
 
