@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name
 from megatron_eqlen.job import Job, answering, load
+from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
@@ -137,7 +138,6 @@ def new(arguments: argparse.Namespace) -> int:
 
 def _print_plan(job: Job, everything: bool) -> int:
     """Print the keys of a recipe that differ from their defaults, or ``everything``, and its plan."""
-    from megatron_eqlen.objectives.checks import remarks
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan.text import describe
 

@@ -93,7 +93,8 @@ def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
             mean = (float(values.sum()) + 1) / count
             spread = mean * (1 - mean)
         centre, variance, least = centre + sign * mean, variance + spread / count, min(least, count)
-    quantile = NormalDist().inv_cdf((1 + LEVEL) / 2) if binary else _quantile(least, (1 + LEVEL) / 2)
+    share = (1 + LEVEL) / 2
+    quantile = NormalDist().inv_cdf(share) if binary else _quantile(least, share)
     # Single rewards on both sides, of which no variance is known: no interval.
     half = quantile * float(np.sqrt(variance)) if least < np.inf else float("nan")
     method = "Agresti-Caffo" if binary else "t"

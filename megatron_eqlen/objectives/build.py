@@ -68,7 +68,7 @@ def build_minibatches(
     parts = _minibatches(rollouts, job.recipe)
     batches = _weigh(parts, job, joined, rank)
     units = [unit for batch in batches for unit in batch.units]
-    own = [rollout for rollout in rollouts if rank in (None, rollout.home or 0)]
+    own = [rollout for rollout in rollouts if _is_compared(rollout, rank)]
     metrics = unit_metrics(units, own, job.recipe, joined)
     if policy_version is not None:
         metrics |= staleness_metrics(units, policy_version, gather)
@@ -110,6 +110,11 @@ class _Batch:
     units: list[ComparisonUnit] = field(default_factory=list)
 
 
+def _is_compared(rollout: Rollout, rank: int | None) -> bool:
+    """Return True on a rollout's home, on rank 0 for one without parts, and where a rank compares all."""
+    return rank is None or rank == (rollout.home or 0)
+
+
 def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gather) -> None:
     """Fill in the trees of other ranks, with bare tables but for the prompts' ids."""
     sent = [
@@ -149,11 +154,10 @@ def _weigh(
 def _compare(
     rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, first: int = 0, rank: int | None = None
 ) -> _Batch:
-    """Return the units of ``rollouts``, which are numbered from ``first`` on; trees of other ranks are empty.
-    Rank 0 compares the rollouts that have no home, as they have no parts."""
+    """Return the units of ``rollouts``, which are numbered from ``first`` on. Others' trees are empty."""
     batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
     for number, rollout in enumerate(rollouts, first):
-        if rank not in (None, rollout.home or 0):
+        if not _is_compared(rollout, rank):
             batch.trees.append(TokenTree("", []))
             continue
         tree, units = comparison_units(rollout, recipe, objective)
@@ -214,12 +218,11 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
         members = zip(unit.rewards, unit.lengths, strict=True)
         advantages = [objective.advantage([r, unit.baseline], [length] * 2)[0] for r, length in members]
 
-    where = f"prompt {unit.prompt_id}: advantage "
-    return checked_advantages(
-        advantages,
-        len(unit.nodes),
-        lambda: f"{where}{described(objective.advantage)} of rewards {unit.rewards}",
-    )
+    def where() -> str:
+        part = described(objective.advantage)
+        return f"prompt {unit.prompt_id}: advantage {part} of rewards {unit.rewards}"
+
+    return checked_advantages(advantages, len(unit.nodes), where)
 
 
 def _set_baselines(units: Sequence[ComparisonUnit]) -> None:

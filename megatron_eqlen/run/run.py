@@ -166,8 +166,9 @@ class Run:
         """Return the step with its minibatches of token trees, weighted; the same on every rank."""
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
-            of_rank = gather, dist.get_rank()
-            minibatches, metrics = build_minibatches(step.rollouts, self.session.job, version, *of_rank)
+            minibatches, metrics = build_minibatches(
+                step.rollouts, self.session.job, version, gather, dist.get_rank()
+            )
         generated = step.metrics.get("harvest/generated_tokens")
         if generated:
             effective = 1000 * metrics["objective/effective_samples"] / generated
