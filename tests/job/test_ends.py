@@ -64,7 +64,7 @@ def ranks(folder: Path) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def send(job: Job, *numbers: signal.Signals) -> None:
+def send(job: Job, *numbers: int) -> None:
     for number in numbers:
         os.kill(job.pid, number)
 
@@ -119,25 +119,20 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
 @pytest.mark.parametrize(("how", "number"), [("returns", 0), ("raises", 0), ("sleeps", signal.SIGTERM)])
 def test_what_a_run_has_started_ends_with_it_in_whatever_session(how, number):
     mark = f"{secrets.randbelow(10**9)}.5"
-    run = subprocess.Popen(
-        [sys.executable, "-c", STARTS, how, mark],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert run.stdout is not None
-    assert run.stdout.readline() == "began\n"
-    run.send_signal(number)
-    run.wait(timeout=60)
+    run = start("-c", STARTS, how, mark)
+    assert within(60, lambda: run.stdout == "began\n")
+    send(run, number)
+    run.wait()
     assert not [pid for pid in running() if mark in command_line(pid)]
 
 
 FIRST = "megatron_eqlen.processes.failures"
-STATUS, CHECK, TRAIN = ["status", "."], ["check"], ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"]
+STATUS, INSPECT, TRAIN = ["status", "."], ["inspect", "."], ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"]
 
 
 @pytest.mark.parametrize(("command", "module"), [
     (STATUS, FIRST),
-    (CHECK, "pyarrow"),
+    (INSPECT, "pyarrow"),
     (TRAIN, "torch"),
 ])  # fmt: skip
 def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(command, module):
