@@ -20,7 +20,7 @@ def servers():
         (_, _, _, *flags), environ = server_command(recipe, port, "127.0.0.1")
         command = ("-m", "tests.kit.forked_server", *flags)
         started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
-    STARTED.extend(started.values())
+    STARTED.update(started)
     for url, process in started.items():
         wait_until_up(url, process)
     return started

@@ -78,9 +78,10 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
                 assert np.abs(of_kept[0] - of_kept[1]).max() < 2e-5
 
 
-@pytest.fixture
-def foreign(servers):
-    """Keep other clients busy at both servers: greedy, with top-p, asking for log-probs, with vLLM's seed."""
+@contextmanager
+def other_clients(servers: dict[str, Job]) -> Iterator[list[dict]]:
+    """Keep other clients busy at both servers: greedy, with top-p, asking for log-probs, with vLLM's seed.
+    Yield their answers."""
     kinds = {"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.8}, {"logprobs": 5}, {"seed": 7}
     stop, answered = threading.Event(), []
 
@@ -96,19 +97,22 @@ def foreign(servers):
     threads = [threading.Thread(target=ask, args=(url, kind)) for url in servers for kind in kinds]
     for thread in threads:
         thread.start()
-    yield answered
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        yield answered
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
-def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers, foreign):
+def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers):
     recipe = server_recipe(list(servers), keep_sampling_mask=True, center_scores=True, top_k=12, top_p=0.8)
     local = open_local(recipe)
     expected, _ = harvest(local, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     local.close()
     remote = open_engine(recipe)
-    found, metrics = harvest(remote, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
+    with other_clients(servers) as answered:
+        found, metrics = harvest(remote, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     assert_same(found, expected)
     assert 1 < metrics["harvest/kept_per_token"] <= 12
     for part in (part for rollout in found for part in rollout.parts):
@@ -119,7 +123,7 @@ def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers, forei
         for token, logprob, ids, logprobs in of_kept:
             assert np.exp(logprobs).sum() == pytest.approx(1, abs=1e-5)
             assert logprobs[ids.tolist().index(token)] == pytest.approx(logprob, abs=1e-6)
-    assert len(foreign) > 8
+    assert len(answered) > 8
     remote.close()
 
 

@@ -18,16 +18,18 @@ def home(tmp_path_factory) -> Path:
     return make_home(tmp_path_factory.mktemp("train"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def served(home) -> list[str]:
-    """Return the overrides with which a recipe uses a running server."""
-    (port,) = free_ports(1)
-    longest = load(home / "recipe.yaml", ["rollout.max_response_length=80"])  # of all that are asked for
-    (_, _, _, *flags), environ = server_command(longest, port, "127.0.0.1")
-    process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
-    STARTED.append(process)
-    wait_until_up(f"http://127.0.0.1:{port}", process)
-    return ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
+    """Return the overrides with which a recipe uses the running server of the group of files."""
+    if not STARTED:
+        (port,) = free_ports(1)
+        longest = load(home / "recipe.yaml", ["rollout.max_response_length=80"])  # of all that are asked for
+        (_, _, _, *flags), environ = server_command(longest, port, "127.0.0.1")
+        process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
+        STARTED[f"http://127.0.0.1:{port}"] = process
+        wait_until_up(f"http://127.0.0.1:{port}", process)
+    (url,) = STARTED
+    return ["rollout.engine=server", f"rollout.servers=[{url}]"]
 
 
 @pytest.fixture(scope="session")

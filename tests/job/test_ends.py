@@ -127,7 +127,11 @@ def test_what_a_run_has_started_ends_with_it_in_whatever_session(how, number):
 
 
 FIRST = "megatron_eqlen.processes.failures"
-STATUS, INSPECT, TRAIN = ["status", "."], ["inspect", "."], ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"]
+STATUS, INSPECT, TRAIN = (
+    ["status", "."],
+    ["inspect", "."],
+    ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"],
+)
 
 
 @pytest.mark.parametrize(("command", "module"), [

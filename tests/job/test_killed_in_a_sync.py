@@ -47,5 +47,5 @@ def test_the_next_run_trains_on_its_server(home, served):
     assert other.wait() == 0, other.stderr
     assert column(home / "next", "step") == [1, 2]
     assert max(column(home / "next", "mismatch/logprob_abs_diff_max")) < 1e-4
-    assert STARTED[-1].poll() is None, "the server outlives its trainer"
+    assert STARTED[url].poll() is None, "the server outlives its trainer"
     assert not (home / "next/weights").exists()

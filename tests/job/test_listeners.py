@@ -35,7 +35,7 @@ def test_a_run_and_its_servers_listen_where_the_page_says_and_nowhere_else(home,
     found: dict[str, set[str]] = {"launcher": set(), "rank": set(), "server": set(), "engine": set()}
 
     def look() -> bool:
-        for first, parent, child in ((job, "launcher", "rank"), (STARTED[-1], "server", "engine")):
+        for first, parent, child in ((job, "launcher", "rank"), (*STARTED.values(), "server", "engine")):
             for pid in (first.pid, *descendants(first.pid)):
                 role = "rank" if ranks == 1 and first is job else parent if pid == first.pid else child
                 found[role] |= {address for address, _ in listeners(pid)}

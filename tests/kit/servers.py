@@ -17,14 +17,14 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-STARTED: list[Process] = []
-"""Servers that run until the last test of a group of files has ended."""
+STARTED: dict[str, Process] = {}
+"""Servers, by URL, that run until the last test of a group of files has ended."""
 
 
 def stop_all() -> None:
     """Kill the servers of the group of files that has ended."""
     while STARTED:
-        STARTED.pop().kill()
+        STARTED.popitem()[1].kill()
 
 
 def wait_until_up(url: str, process: Process) -> None:

@@ -203,8 +203,8 @@ def test_advice_has_the_sign_that_noise_times_tokens_of_our_sampler_has(policy, 
     if rule["fork"] == "tokens":
         advised["step_tokens"] = round(profile.place * world.limit)
     gains = [
-        world.noise_times_tokens(sampled(world), perfect, 120)
-        / world.noise_times_tokens(sampled(world, advised), perfect, 120)
+        world.noise_times_tokens(sampled(world), perfect, 60)
+        / world.noise_times_tokens(sampled(world, advised), perfect, 60)
         for perfect in (False, True)
     ]
     found = profile.gain.low > 1

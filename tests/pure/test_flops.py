@@ -23,6 +23,7 @@ from megatron_eqlen.record import recorder
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT
+from tests.kit.marks import weekly
 from tests.kit.rollouts import build_trees
 from tests.pure.test_carry_over import Run, prompts_of
 from tests.pure.test_environments import speaking
@@ -136,8 +137,11 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
     assert planned.metrics["packing/supervised_tokens"] == trained > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("talks", [False, True])
+CASES = [*((kind, False) for kind in KINDS), ("pairs", True), ("trees", True)]
+CASES += [weekly(kind, True) for kind in KINDS if (kind, True) not in CASES]
+
+
+@pytest.mark.parametrize(("kind", "talks"), CASES)
 def test_what_new_weights_compute_again_is_what_an_engine_counts(kind, talks, tmp_path, monkeypatch):
     """After a kill, too, of which the metrics are those of the step that nothing interrupted."""
     monkeypatch.setattr(recorder, "INTERVAL", 0.0)
