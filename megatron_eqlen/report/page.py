@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cache
 from importlib import resources
 from importlib.util import find_spec
 from itertools import islice
@@ -161,8 +162,9 @@ def _bokeh() -> str:
     return "\n".join((scripts / f"{name}.min.js").read_text("utf-8") for name in ("bokeh", "bokeh-api"))
 
 
+@cache
 def _environment() -> jinja2.Environment:
-    """Return the environment of the pages' templates; a missing value is an error."""
+    """Return the environment of the pages' templates, compiled once; a missing value is an error."""
     made: Any = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_eqlen.report", "."),
         autoescape=True,

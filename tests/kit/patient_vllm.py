@@ -4,8 +4,8 @@ On CPUs vLLM's processes poll shared memory without a pause while they wait for 
 class is inspected in a process that imports vLLM once more. On GPUs ranks meet in NCCL, here in gloo. Each
 worker looks through all modules for kernels that it replaces; they are replaced here, once. The ranks of
 log-probs and the experts of groups are found by functions that would be compiled, in 15 s each on a fresh
-machine. An engine sets up its
-loggers, each of which empties the caches of all: they are set up here as ``quiet`` has them.
+machine. An engine sets up its loggers, each of which empties the caches of all: they are set up here as
+``quiet`` has them. The template of a run's page is compiled here, too.
 """
 
 import time
@@ -19,6 +19,8 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.sample import sampler
 
+from megatron_eqlen.report import page
+
 shm_broadcast.sched_yield = lambda: time.sleep(0.002)
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 sampler.batched_count_greater_than = sampler.batched_count_greater_than._torchdynamo_orig_callable
@@ -27,3 +29,4 @@ registry._run_in_subprocess = lambda function: function()
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 configure_logging(LoggingConfig(log_level="ERROR"))
+page._environment().get_template("page.html.jinja")
