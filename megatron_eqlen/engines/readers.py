@@ -117,8 +117,7 @@ class Readers:
         ours, theirs = socket.socketpair()
         # only the child keeps its end open: when it dies, ours reads the end of the pipe
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+            self.processes.append(subprocess.Popen([sys.executable, "-m", __name__], stdin=theirs))
         self.pipes[reader] = pipe = Connection(ours.detach())
         name = f"reader-{reader}"
         receiver = threading.Thread(target=self._receive, args=(reader, pipe), daemon=True, name=name)
@@ -221,7 +220,7 @@ class _Reader:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    pipe = Connection(int(sys.argv[1]))
+    pipe = Connection(sys.stdin.fileno())
     asyncio.run(_Reader(pipe, pipe.recv()).run())
 
 
