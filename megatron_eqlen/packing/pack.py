@@ -12,10 +12,10 @@ positions + pair_cost x (query, key) pairs that attention computes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -27,38 +27,33 @@ from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 Layout = Literal["tree", "expanded"]
+RowPlan = np.ndarray
+"""Contents of a row: [p] int64, numbers of its parts."""
 
 PAIR_COST = 3.3e-5
 """Cost of one visible (query, key) pair in positions, for Qwen3-32B (``plan.flops.pair_cost``)."""
 
 
 @dataclass(frozen=True)
-class TreePart:
-    """Unit of placement: a whole tree, or some of its leaf chains with their ancestors."""
+class Parts:
+    """Units of placement, k of them: each a whole tree, or some of its leaf chains with their ancestors."""
 
     nodes: np.ndarray
-    """[m] int64, forest indices in row order."""
+    """[m] int64, forest indices in row order, part after part; an ancestor occurs once per part."""
     supervised: np.ndarray
-    """[m] bool"""
+    """[m] bool, nodes that are trained in the part unless their weight is 0."""
+    starts: np.ndarray
+    """[k + 1] int64, where each part begins in ``nodes``."""
 
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Return [k]: for each part the sum of the nodes' values."""
+        return np.add.reduceat(values[self.nodes], self.starts[:-1]) if len(self.nodes) else values[:0]
 
-@dataclass(frozen=True)
-class RowPlan:
-    """Parts of one row."""
-
-    parts: list[TreePart]
-    used: int
-    """Positions that the parts occupy."""
-
-    @property
-    def nodes(self) -> np.ndarray:
-        """[m] int64, forest indices in row order; a node that several parts need occurs once per part."""
-        return np.concatenate([np.zeros(0, np.int64), *(part.nodes for part in self.parts)])
-
-    @property
-    def supervised(self) -> np.ndarray:
-        """[m] bool, nodes that are trained here unless their weight is 0."""
-        return np.concatenate([np.zeros(0, bool), *(part.supervised for part in self.parts)])
+    def of(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``nodes`` and ``supervised`` of these parts alone, one after the other."""
+        first, count = self.starts[numbers], np.diff(self.starts)[numbers]
+        places = np.repeat(first + count - np.cumsum(count), count) + np.arange(int(count.sum()))
+        return self.nodes[places], self.supervised[places]
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,9 @@ class Packing:
     """Placement of every node. ``ranks[r]`` are the rows of data-parallel rank r, equally many for all."""
 
     forest: Forest
+    parts: Parts
+    sizes: np.ndarray
+    """[k] int64, positions that each part occupies."""
     ranks: list[list[RowPlan]]
     max_tokens_per_row: int
     multiple_of: int
@@ -79,17 +77,16 @@ class Packing:
 
     def fill(self, row: RowPlan, for_loss: bool = True) -> Row:
         """Return one row's arrays; ``for_loss`` as in ``fill_row``."""
-        return fill_row(self.forest, row.nodes, row.supervised, self.length(row), for_loss)
+        return fill_row(self.forest, *self.parts.of(row), self.length(row), for_loss)
 
     def needed(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the nodes in a rank's rows, and those that it trains: [n] and [m] int64, ascending."""
-        nodes = np.concatenate([row.nodes for row in self.ranks[rank]])
-        supervised = np.concatenate([row.supervised for row in self.ranks[rank]])
+        nodes, supervised = self.parts.of(np.concatenate(self.ranks[rank]))
         return np.unique(nodes), np.unique(nodes[supervised & (self.forest.weight[nodes] > 0)])
 
     def length(self, row: RowPlan) -> int:
         """Return the row's S: the positions in use, rounded up to ``multiple_of``."""
-        return -(-max(1, row.used) // self.multiple_of) * self.multiple_of
+        return -(-max(1, int(self.sizes[row].sum())) // self.multiple_of) * self.multiple_of
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -99,13 +96,12 @@ class Packing:
         full budget; ``expanded_tokens``: positions of the same supervised nodes with separate prefixes.
         """
         rows = [row for rank in self.ranks for row in rank]
-        used = sum(row.used for row in rows)
+        used = int(self.sizes[np.concatenate(rows)].sum())
         computed = sum(self.length(row) for row in rows)
-        # [nodes] visible (query, key) pairs; positions and pairs: [ranks]
-        node_pairs = pairs_seen(self.forest)
-        parts_of_ranks = [[part for row in rank for part in row.parts] for rank in self.ranks]
-        positions = np.array([_sums(self.forest.length, parts).sum() for parts in parts_of_ranks])
-        pairs = np.array([_sums(node_pairs, parts).sum() for parts in parts_of_ranks])
+        # [ranks]: positions, and visible (query, key) pairs
+        of_ranks, of_parts = [*map(np.concatenate, self.ranks)], self.parts.sums(pairs_seen(self.forest))
+        positions = np.array([self.sizes[parts].sum() for parts in of_ranks])
+        pairs = np.array([of_parts[parts].sum() for parts in of_ranks])
         costs = positions + self.pair_cost * pairs
         forest, trained = self.forest, self.forest.weight > 0
         unique = int(forest.length[forest.live].sum())
@@ -166,22 +162,26 @@ def plan_rows(
     """
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
-    parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
+    if layout == "tree":
+        parts = _tree_parts(forest, max_tokens_per_row)
+    else:
+        trained = np.flatnonzero(forest.weight > 0)
+        parts = _with_context(forest, trained, np.arange(len(trained)))
     # costs balance the ranks, sizes fill the rows
-    costs = _sums(forest.length + pair_cost * pairs_seen(forest), parts)
-    sizes = _sums(forest.length, parts)
+    costs = parts.sums(forest.length + pair_cost * pairs_seen(forest))
+    sizes = parts.sums(forest.length)
     ranks: list[list[RowPlan]] = []
     for chosen in balance(costs, data_parallel):
         items = np.array(chosen, np.int64)
         rows = [items[row] for row in first_fit_decreasing(sizes[items], max_tokens_per_row)]
         # rows at the same place on different ranks get similar work
         rows.sort(key=lambda row: -costs[row].sum())
-        ranks.append([RowPlan([parts[i] for i in row], int(sizes[row].sum())) for row in rows])
+        ranks.append(rows)
     # all ranks compute equally many rows, as their collectives require
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of
-    ranks = [rank + [RowPlan([], 0)] * (count - len(rank)) for rank in ranks]
-    return Packing(forest, ranks, max_tokens_per_row, multiple_of, pair_cost)
+    ranks = [rank + [np.zeros(0, np.int64)] * (count - len(rank)) for rank in ranks]
+    return Packing(forest, parts, sizes, ranks, max_tokens_per_row, multiple_of, pair_cost)
 
 
 def pairs_seen(forest: Forest) -> np.ndarray:
@@ -189,63 +189,56 @@ def pairs_seen(forest: Forest) -> np.ndarray:
     return forest.length * forest.position + forest.length * (forest.length + 1) / 2
 
 
-def _sums(values: np.ndarray, parts: list[TreePart]) -> np.ndarray:
-    """Return [parts]: for each part the sum of the nodes' values."""
-    if not parts:
-        return np.zeros(0, values.dtype)
-    starts = np.cumsum([0, *(len(part.nodes) for part in parts[:-1])])
-    return np.add.reduceat(values[np.concatenate([part.nodes for part in parts])], starts)
-
-
-def _tree_parts(forest: Forest, budget: int) -> Iterator[TreePart]:
-    """Yield runs of a tree's leaf chains in row order, each as long as fits with its ancestors (repeated as
+def _tree_parts(forest: Forest, budget: int) -> Parts:
+    """Return runs of a tree's leaf chains in row order, each as long as fits with its ancestors (repeated as
     context): the whole tree if it fits.
 
     Deepest chains come first: each part reaches as far up as it can before the next part repeats a prefix. No
     other cut into consecutive chains repeats less of a stream.
     """
     order = forest.row_order()
-    if not order.size:
-        return
-    # [nodes + 1] positions before each node
-    used = [0, *np.cumsum(forest.length[order]).tolist()]
-    # of downward runs that end at a leaf
-    bounds = [0, *(np.flatnonzero(forest.parent[order[1:]] != order[:-1]) + 1).tolist(), len(order)]
-    # [chains]: positions above; True for the first of a tree
-    above, roots = forest.position[order[bounds[:-1]]].tolist(), forest.parent[order[bounds[:-1]]] < 0
-    first, context = 0, 0
-    for (start, end), is_root, position in zip(pairwise(bounds), roots.tolist(), above, strict=True):
-        if start and (is_root or context + used[end] - used[first] > budget):
-            yield _with_context(forest, order[first:start])
-            first, context = start, position
-    yield _with_context(forest, order[first:])
+    # [live nodes + 1] positions before each node; [chains] of downward runs that end at a leaf
+    used = np.append(0, np.cumsum(forest.length[order]))
+    chains = np.flatnonzero(forest.parent[order] != np.append(-2, order[:-1]))
+    ends, above = used[np.append(chains, len(order))[1:]], forest.position[order[chains]]
+    roots = forest.parent[order[chains]] < 0
+    cuts, most = list[int](), 0
+    columns = (column.tolist() for column in (chains, used[chains], ends, above, roots))
+    for chain, begin, end, context, is_root in zip(*columns, strict=True):
+        if is_root or end > most:
+            cuts.append(chain)
+            # the part may reach so far
+            most = budget + begin - context
+    return _with_context(forest, order, np.array(cuts, np.int64))
 
 
-def _with_context(forest: Forest, nodes: np.ndarray) -> TreePart:
-    """Return a part of ``nodes``, preceded by the ancestors of the first node as unsupervised context."""
-    above = forest.path(int(nodes[0]))[:-1]
-    supervised = np.arange(len(above) + len(nodes)) >= len(above)
-    return TreePart(np.concatenate((np.array(above, np.int64), nodes)), supervised)
-
-
-def _expanded_parts(forest: Forest) -> Iterator[TreePart]:
-    """Yield each supervised node with its own copy of its ancestors."""
-    for node in np.flatnonzero(forest.weight > 0):
-        path = np.array(forest.path(int(node)))
-        yield TreePart(path, path == node)
+def _with_context(forest: Forest, nodes: np.ndarray, cuts: np.ndarray) -> Parts:
+    """Return ``nodes`` as parts that begin at ``cuts``, each preceded by the ancestors of its first node as
+    unsupervised context."""
+    part, above = np.arange(len(cuts)), forest.parent[nodes[cuts]]
+    # (parts, their nodes), then those of the ancestors, level by level up to the roots
+    levels = [(np.repeat(part, np.diff(cuts, append=len(nodes))), nodes)]
+    while (some := above >= 0).any():
+        part, above = part[some], above[some]
+        levels.append((part, above))
+        above = forest.parent[above]
+    owner, found = map(np.concatenate, zip(*levels[::-1], strict=True))
+    order = np.argsort(owner, kind="stable")
+    starts = np.searchsorted(owner[order], np.arange(len(cuts) + 1))
+    return Parts(found[order], order >= len(owner) - len(nodes), starts)
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     """Return bins of item numbers, none fuller than ``capacity``; every size is at most ``capacity``."""
     bins: list[list[int]] = []
     room = np.full(len(sizes), capacity, dtype=np.int64)
-    for item in np.argsort(-sizes, kind="stable"):
+    for item, size in sorted(enumerate(map(int, sizes)), key=itemgetter(1), reverse=True):
         # an open bin, or the first empty one, which has room for any size
-        first = int(np.argmax(room >= sizes[item]))
-        room[first] -= sizes[item]
+        first = int((room >= size).argmax())
+        room[first] -= size
         if first == len(bins):
             bins.append([])
-        bins[first].append(int(item))
+        bins[first].append(item)
     return bins
 
 
@@ -253,8 +246,8 @@ def balance(costs: np.ndarray, ranks: int) -> list[list[int]]:
     """Return items for each rank with nearly equal cost: the costliest goes to the least loaded rank."""
     loads = [(0.0, rank) for rank in range(ranks)]
     items: list[list[int]] = [[] for _ in range(ranks)]
-    for item in np.argsort(-costs, kind="stable"):
+    for item, cost in sorted(enumerate(map(float, costs)), key=itemgetter(1), reverse=True):
         load, rank = loads[0]
-        heapq.heapreplace(loads, (load + float(costs[item]), rank))
-        items[rank].append(int(item))
+        heapq.heapreplace(loads, (load + cost, rank))
+        items[rank].append(item)
     return items

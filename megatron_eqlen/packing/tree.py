@@ -10,7 +10,6 @@ the number, so skeletons suffice. It relies on three exact facts:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,22 +47,22 @@ class Forest:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
-        """Return the checked forest of ``trees``. Raises TreeError on the first invalid tree."""
+        """Return the checked forest of ``trees``. Raises TreeError on an invalid tree."""
         nodes = [node for tree in trees for node in tree.nodes]
         counts = np.array([len(tree.nodes) for tree in trees], dtype=np.int64)
-        names = [tree.name for tree in trees]
-        _check(trees)
-        # [nodes]: number of the tree; of its first node; in the tree
+        # [nodes]: number of the tree; of its first node
         index = np.repeat(np.arange(len(trees)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        local = np.arange(len(nodes)) - first
         parent = np.fromiter((node.parent for node in nodes), np.int64, len(nodes))
-        length = np.fromiter(map(len, nodes), np.int64, len(nodes))
+        length = np.fromiter((len(node.tokens) for node in nodes), np.int64, len(nodes))
         weight = np.fromiter((node.weight for node in nodes), np.float64, len(nodes))
         home = np.fromiter((-1 if node.home is None else node.home for node in nodes), np.int64, len(nodes))
         # parents by number in the forest; a root's first token is an input alone
+        is_root = np.arange(len(nodes)) == first
         above = np.where(parent < 0, -1, parent + first)
-        return cls(names, nodes, index, above, length - (local == 0), weight, home)
+        forest = cls([tree.name for tree in trees], nodes, index, above, length - is_root, weight, home)
+        forest._check(np.where(is_root, parent == -1, (parent >= 0) & (above < np.arange(len(nodes)))))
+        return forest
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -71,29 +70,34 @@ class Forest:
     @cached_property
     def has_path_columns(self) -> np.ndarray:
         """[n] bool, True for nodes with a column of the path (``Column.of_path``); the same on every rank."""
-        names = [name for name, column in COLUMNS.items() if column.of_path]
-        holds = (any(name in node.tokens for name in names) for node in self.nodes)
+        holds = (any(COLUMNS[name].of_path for name in node.tokens.columns) for node in self.nodes)
         return np.fromiter(holds, bool, len(self))
 
     @cached_property
     def position(self) -> np.ndarray:
         """[n] int64, positions of the path above each node."""
-        position = np.zeros(len(self), dtype=np.int64)
-        # parents come first, so theirs are known
-        for node, above in enumerate(self.parent.tolist()):
-            if above >= 0:
-                position[node] = position[above] + self.length[above]
-        return position
+        return self._along(self.length) - self.length
+
+    def _along(self, values: np.ndarray) -> np.ndarray:
+        """Return [n], the sums of int64 ``values`` along the path to each node, itself included."""
+        # above a root (-1) stands the last entry, 0; each round doubles the nodes that are summed
+        sums, above = np.append(values, 0), np.append(self.parent, -1)
+        while (above >= 0).any():
+            sums, above = sums + sums[above], above[above]
+        return sums[:-1]
+
+    def _below(self, combine: np.ufunc, values: np.ndarray) -> np.ndarray:
+        """Return [n], the ``values`` of each node and all nodes below it, combined."""
+        depth, values = self._along(np.ones_like(self.parent)), values.copy()
+        for level in range(int(depth.max(initial=1)), 1, -1):
+            nodes = np.flatnonzero(depth == level)
+            combine.at(values, self.parent[nodes], values[nodes])
+        return values
 
     @cached_property
     def live(self) -> np.ndarray:
         """[n] bool, True if the node or a node below it is supervised."""
-        live = self.weight > 0
-        # children come last, so a parent hears of them
-        for node in reversed(range(len(self))):
-            if live[node] and self.parent[node] >= 0:
-                live[self.parent[node]] = True
-        return live
+        return self._below(np.logical_or, self.weight > 0)
 
     @cached_property
     def segment(self) -> np.ndarray:
@@ -104,27 +108,20 @@ class Forest:
     def row_order(self) -> np.ndarray:
         """Return the live nodes, tree after tree, each in depth-first order with the longest child first: the
         one with the longest path of live positions; ties keep the order of the tree's nodes."""
-        parent, below = self.parent.tolist(), defaultdict[int, list[int]](list)
-        # [nodes] live positions of the longest path down from each node, itself included
-        height = np.where(self.live, self.length, 0).tolist()
-        for node in np.flatnonzero(self.live)[::-1].tolist():
-            if node in below:
-                height[node] += max(height[child] for child in below[node])
-            below[parent[node]].append(node)
-        # depth first: the top of the stack is the longest child
-        order, rest = list[int](), below.pop(-1, [])
-        while rest:
-            order.append(rest.pop())
-            if order[-1] in below:
-                rest += sorted(below[order[-1]], key=height.__getitem__)
-        return np.array(order, np.int64)
-
-    def path(self, node: int) -> list[int]:
-        """Return the node and its ancestors, root first."""
-        path = [node]
-        while self.parent[path[-1]] >= 0:
-            path.append(int(self.parent[path[-1]]))
-        return path[::-1]
+        parent, live = self.parent, np.flatnonzero(self.live)
+        # [nodes]: end of the longest path of live positions; number of live nodes
+        ends = self._below(np.maximum, (self.position + self.length) * self.live)
+        size = self._below(np.add, self.live.astype(np.int64))
+        # siblings side by side, each with the number of live nodes before it and the ones of its parents
+        siblings = live[np.lexsort((np.where(parent < 0, 0, -ends)[live], parent[live]))]
+        before, above = np.cumsum(size[siblings]) - size[siblings], parent[siblings]
+        before -= before[np.searchsorted(above, above)]
+        # a node's place is one behind its parent's, and behind its elder siblings' subtrees
+        steps = np.zeros_like(parent)
+        steps[siblings] = before + (above >= 0)
+        order = np.empty_like(live)
+        order[self._along(steps)[live]] = live
+        return order
 
     def node(self, number: int) -> Node:
         return self.nodes[number]
@@ -135,8 +132,7 @@ class Forest:
 
     def where(self, node: int) -> str:
         """Return the node's name for messages."""
-        tree, number = self._place(node)
-        return f"token tree {tree!r}, node {number}"
+        return "token tree {!r}, node {}".format(*self._place(node))
 
     def _place(self, node: int) -> tuple[str, int]:
         tree = int(self.tree[node])
@@ -153,21 +149,21 @@ class Forest:
                 f"a row has {max_tokens_per_row} (packing.max_tokens_per_row)"
             )
 
-
-def _check(trees: Sequence[TokenTree]) -> None:
-    """Raise TreeError for a node before its parent, or supervised without a column that the loss reads."""
-    trained = [node for tree in trees for node in tree.nodes if node.weight > 0]
-    # a column that the loss reads must be on every trained node, once one has it
-    names = set[str]().union(*(node.tokens.columns for node in trained))
-    names = {"logprobs", *(name for name in names if COLUMNS[name].needed_by == "loss")}
-    where = "token tree {!r}, node {}".format
-    for tree in trees:
-        for number, node in enumerate(tree.nodes):
-            if not (0 <= node.parent < number if number else node.parent == -1):
-                expected = f"expected a parent before it (-1: the root), found {node.parent}"
-                raise TreeError(f"{where(tree.name, number)}: {expected}")
-            if node.weight > 0 and not names <= node.tokens.columns.keys():
-                missing = min(names - node.tokens.columns.keys())
-                others = "" if missing == "logprobs" else ", which other nodes of the batch have"
-                cause = f"supervised (weight > 0) without the column {missing}{others}"
-                raise TreeError(f"{where(tree.name, number)}: {cause}")
+    def _check(self, fits: np.ndarray) -> None:
+        """Raise TreeError for a node whose parent does not fit, or supervised without a column of the loss.
+        ``fits``: [n] bool, True for roots without a parent, and others with one before them."""
+        if not fits.all():
+            node = int(np.argmin(fits))
+            expected = "expected a parent before it (-1: the root), found "
+            raise TreeError(f"{self.where(node)}: {expected}{self.nodes[node].parent}")
+        trained: list[int] = np.flatnonzero(self.weight > 0).tolist()
+        # a column that the loss reads must be on every trained node, once one has it
+        known = {tuple(self.nodes[node].tokens.columns) for node in trained}
+        names = {"logprobs", *(name for own in known for name in own if COLUMNS[name].needed_by == "loss")}
+        if all(names.issubset(own) for own in known):
+            return
+        node = next(node for node in trained if not names.issubset(self.nodes[node].tokens.columns))
+        missing = min(names - self.nodes[node].tokens.columns.keys())
+        others = "" if missing == "logprobs" else ", which other nodes of the batch have"
+        cause = f"supervised (weight > 0) without the column {missing}{others}"
+        raise TreeError(f"{self.where(node)}: {cause}")

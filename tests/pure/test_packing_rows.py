@@ -169,6 +169,29 @@ def test_cost_counts_the_pairs_that_attention_sees():
     assert pairs_seen(Forest.of([tree])).sum() == pairs
 
 
+def depth_first(tree: TokenTree) -> list[int]:
+    """Return the nodes that have a supervised node at or below them, longest child first."""
+
+    def walk(number: int) -> tuple[int, list[int]]:
+        below = [walk(child) for child, node in enumerate(tree.nodes) if node.parent == number]
+        below = sorted((found for found in below if found[1]), key=lambda found: -found[0])
+        kept = [number] if below or tree.nodes[number].weight > 0 else []
+        height = len(tree.nodes[number]) + max((height for height, _ in below), default=0)
+        return height, kept + [node for _, nodes in below for node in nodes]
+
+    return walk(0)[1]
+
+
+@examples(200)
+@given(forests)
+def test_nodes_that_are_trained_or_above_those_lie_depth_first_with_the_longest_child_first(trees):
+    firsts = np.cumsum([0, *(len(tree.nodes) for tree in trees)]).tolist()
+    expected = [
+        first + node for first, tree in zip(firsts, trees, strict=False) for node in depth_first(tree)
+    ]
+    assert Forest.of(trees).row_order().tolist() == expected
+
+
 def test_ranks_get_equal_cost_and_rows():
     rng = np.random.default_rng(0)
     trees = [caterpillar(rng.integers(5, 60, rng.integers(1, 9)).tolist()) for _ in range(200)]
@@ -176,13 +199,11 @@ def test_ranks_get_equal_cost_and_rows():
     assert planned.metrics["packing/max_over_mean_cost"] < 1.005
     assert planned.metrics["packing/fill"] == 1.0
     costs = planned.forest.length + 1e-3 * pairs_seen(planned.forest)
-    of_rows = np.array([[costs[row.nodes].sum() for row in rows] for rows in planned.ranks])
+    of_rows = np.array([[costs[planned.parts.of(row)[0]].sum() for row in rows] for rows in planned.ranks])
     assert (np.diff(of_rows) <= 0).all(), "rows that ranks compute together are alike"
     of_ranks = of_rows.sum(1)
     assert planned.metrics["packing/max_over_mean_cost"] == pytest.approx(of_ranks.max() / of_ranks.mean())
-    assert sum(len(row.parts) for rows in planned.ranks for row in rows) == len(trees), (
-        "a tree that fits is whole"
-    )
+    assert sum(len(row) for rows in planned.ranks for row in rows) == len(trees), "a tree that fits is whole"
 
 
 def test_nothing_to_train_gives_padding_rows():
