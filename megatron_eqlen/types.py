@@ -221,6 +221,10 @@ class Rollout:
         """Rank that holds the values of its parts (see ``Part.home``)."""
         return self.parts[0].home if self.parts else None
 
+    def is_at(self, rank: int | None) -> bool:
+        """Return True on the home, on rank 0 for a rollout without parts; None: this rank stands for all."""
+        return rank is None or rank == (self.home or 0)
+
     @property
     def suspended(self) -> bool:
         return self.outcome == "suspended"

@@ -68,7 +68,7 @@ def build_minibatches(
     parts = _minibatches(rollouts, job.recipe)
     batches = _weigh(parts, job, joined, rank)
     units = [unit for batch in batches for unit in batch.units]
-    own = [rollout for rollout in rollouts if _is_compared(rollout, rank)]
+    own = [rollout for rollout in rollouts if rollout.is_at(rank)]
     metrics = unit_metrics(units, own, job.recipe, joined)
     if policy_version is not None:
         metrics |= staleness_metrics(units, policy_version, gather)
@@ -110,11 +110,6 @@ class _Batch:
     units: list[ComparisonUnit] = field(default_factory=list)
 
 
-def _is_compared(rollout: Rollout, rank: int | None) -> bool:
-    """Return True on a rollout's home, on rank 0 for one without parts, and where a rank compares all."""
-    return rank is None or rank == (rollout.home or 0)
-
-
 def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gather) -> None:
     """Fill in the trees of other ranks, with bare tables but for the prompts' ids."""
     sent = [
@@ -122,12 +117,14 @@ def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gathe
         for number, tree in enumerate(trees)
         if tree.nodes
     ]
+    prompts = {rollout.prompt_id: rollout.prompt.token_ids for rollout in rollouts}
+    token_ids = {prompt_id: np.array(ids, np.int32) for prompt_id, ids in prompts.items()}
     known: list[tuple[int, str, list[tuple[Any, ...]]]] = gather(sent)
     for number, name, nodes in known:
         if not trees[number].nodes:
             trees[number].name, trees[number].nodes = name, [Node(*fields) for fields in nodes]
-            root, token_ids = trees[number].nodes[0], rollouts[number].prompt.token_ids
-            root.tokens = root.tokens.with_column("token_ids", np.array(token_ids, np.int32))
+            root, prompt = trees[number].nodes[0], token_ids[rollouts[number].prompt_id]
+            root.tokens = root.tokens.with_column("token_ids", prompt)
 
 
 def _weigh(
@@ -157,7 +154,7 @@ def _compare(
     """Return the units of ``rollouts``, which are numbered from ``first`` on. Others' trees are empty."""
     batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
     for number, rollout in enumerate(rollouts, first):
-        if not _is_compared(rollout, rank):
+        if not rollout.is_at(rank):
             batch.trees.append(TokenTree("", []))
             continue
         tree, units = comparison_units(rollout, recipe, objective)

@@ -14,15 +14,18 @@ import hmac
 import os
 import pickle
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from operator import itemgetter
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from megatron_eqlen.types import Rollout
 
 HOST_PATIENCE = timedelta(days=7)
 """Timeout of collectives over ``host``, as long as servers may generate. A dead rank ends a wait at once."""
@@ -93,12 +96,19 @@ def is_alone() -> bool:
 
 
 def gather[Item](items: list[Item]) -> list[Item]:
-    """Return all ranks' items, in rank order, on every rank."""
-    if is_alone():
+    """Return all ranks' items, in rank order, on every rank; ``items`` where there is one."""
+    if is_alone() or not dist.is_initialized():
         return list(items)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, items, group=host())
     return [item for part in gathered for item in part]
+
+
+def at_homes[Item](rollouts: Sequence[Rollout], of: Callable[[Rollout], Item]) -> list[Item]:
+    """Return ``of`` each rollout, which its home alone computes, on every rank. Collective."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    own = [(number, of(rollout)) for number, rollout in enumerate(rollouts) if rollout.is_at(rank)]
+    return [value for _, value in sorted(gather(own), key=itemgetter(0))]
 
 
 def agree[Item](ask: Callable[[], Item]) -> Item:

@@ -24,6 +24,7 @@ from megatron_eqlen.graders.grader import Background, Grader, Key, PoolGrader, n
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.graders.sandbox.client import SandboxError
 from megatron_eqlen.processes.cores import cores_per_rank
+from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
@@ -317,17 +318,16 @@ def new_grades(rollouts: Iterable[Rollout]) -> list[tuple[Prompt, Grade | None]]
 def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     """Return mean reward and length of the policy's responses, estimated without bias from complete scored
     rollouts of any kind. ``reward/mean``, over the responses of streams, is biased to longer ones."""
-    complete = [rollout for rollout in rollouts if not rollout.suspended]
-    sampled = [rollout for rollout in complete if rollout.parts]
+    sampled = [rollout for rollout in rollouts if rollout.parts and not rollout.suspended]
     if not sampled:
         return {}
-    lines = [(line, rollout.prompt_id) for rollout in sampled for line in rollout.lines()]
-    return {
-        "policy/rollouts": len(sampled),
-        "policy/reward": sum(line.weight * response_reward(line.last, prompt) for line, prompt in lines)
-        / len(sampled),
-        "policy/response_length": sum(line.weight * line.length for line, _ in lines) / len(sampled),
-    }
+
+    def lines(rollout: Rollout) -> list[tuple[float, float]]:
+        return [(w * response_reward(last, rollout.prompt_id), w * n) for w, n, last in rollout.lines()]
+
+    known = [line for of_one in at_homes(sampled, lines) for line in of_one]
+    reward, length = (sum(values) / len(sampled) for values in zip(*known, strict=True))
+    return {"policy/rollouts": len(sampled), "policy/reward": reward, "policy/response_length": length}
 
 
 def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[Rollout], Metrics]:
@@ -358,10 +358,10 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
 
 def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     """Raise UnscoredError if more responses of all ranks lack a reward than allowed; one always may."""
-    _, metrics = scored(rollouts, reward)
+    kept, metrics = leave_out(rollouts, reward)
     failed = metrics["reward/unscored"]
     # what was dropped is not among those that ended
-    of = metrics["reward/ended"] + failed * (reward.on_error == "drop")
+    of = len(new_grades(kept)) + failed * (reward.on_error == "drop")
     if failed > max(1, reward.max_unscored * of):
         raise UnscoredError(
             f"{failed:.0f} of {of:.0f} responses of a step have no reward, more than reward.max_unscored: "

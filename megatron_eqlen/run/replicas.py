@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -55,10 +54,10 @@ def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
     for sampled in (sampled for rollout in part for sampled in rollout.parts):
         sampled.home = rank
-    # skeletons of the others get this rank's prompts: they came with the ids alone
-    own = {rollout_key(rollout): rollout for rollout in part}
-    rollouts = [
-        own.get(rollout_key(bare)) or dataclasses.replace(bare, prompt=by_id[bare.prompt_id])
-        for bare in gather([rollout.skeleton() for rollout in part])
-    ]
-    return sorted(rollouts, key=training_order)
+    everyone = gather([rollout.skeleton() for rollout in part])
+    for rollout in everyone:
+        # skeletons came with the ids of prompts alone
+        rollout.prompt = by_id[rollout.prompt_id]
+    # this rank's own take the place of their skeletons
+    rollouts = {rollout_key(rollout): rollout for rollout in (*everyone, *part)}
+    return sorted(rollouts.values(), key=training_order)

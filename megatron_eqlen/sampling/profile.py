@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.types import Metrics, Part, Rollout, rollout_key
@@ -125,11 +126,12 @@ def by_rank(rollout: Rollout) -> np.ndarray:
 
 def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     """Return the ``profile/...`` metrics of complete scored rollouts; none without a profile of forks."""
-    sums = [ranks for rollout in rollouts if (ranks := by_rank(rollout))[0, 1]]
-    if not sums or not np.sum(sums, axis=0)[1, 1] or without_profile(rollouts, recipe):
-        return {}
     # rank 0: variance, tokens; rank 1: what is undecided, tokens after, noise after
-    means: list[float] = np.mean(sums, axis=0)[:2].ravel()[[0, 1, 3, 4, 5]].tolist()
+    of_ranks = at_homes(rollouts, lambda rollout: by_rank(rollout)[:2].ravel().tolist())
+    sums: list[list[float]] = [sums for sums in of_ranks if sums[1]]
+    if not sums or not np.sum(sums, axis=0)[4] or without_profile(rollouts, recipe):
+        return {}
+    means: list[float] = np.mean(sums, axis=0)[[0, 1, 3, 4, 5]].tolist()
     after = "profile/undecided", "profile/tokens_after", "profile/noise_after"
     names = "profile/variance", "profile/tokens", *after
     return {"profile/rollouts": float(len(sums)), **dict(zip(names, means, strict=True))}

@@ -13,13 +13,16 @@ import torch.distributed as dist
 import tests.kit.rollouts as kit
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rewards.scoring import Scorer, scored
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.sampling.harvester import all_rollouts
+from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
+from tests.pure.test_objectives_build import at_random, recipe
 from tools.benchmarks.scale import make_prompts, make_recipe
 from tools.benchmarks.scripted import EOS, ScriptedEngine
 
@@ -103,6 +106,35 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
         for found, wanted in zip(graded.parts, full.parts, strict=True)
     ]
     return mine, same
+
+
+def measured(kind: str, world: int) -> list[dict]:
+    """Return metrics of random rollouts, those of other ranks as skeletons."""
+    rank = dist.get_rank() if dist.is_initialized() else None
+    steps = [at_random(kind, seed, world) for seed in range(20)]
+    for part in (part for step in steps for rollout in step for part in rollout.parts if rank is not None):
+        part.tokens = part.tokens if part.home == rank else part.tokens.bare()
+    settings = recipe(sampling=kind)
+    return [scored(step, settings.reward)[1] | profile_metrics(step, settings) for step in steps]
+
+
+@pytest.mark.parametrize("kind", ["equal_length", "independent", "tree"])
+def test_ranks_that_measure_their_own_rollouts_find_what_one_finds_that_measures_all(kind):
+    expected = measured(kind, 3)
+    assert len({metrics["policy/response_length"] for metrics in expected}) > 10
+    assert run_ranks(3, measured, kind, 3) == [expected] * 3
+
+
+def test_each_rollout_is_measured_once():
+    expected = [f"{number % 2}: q{number}" for number in range(7)]
+    assert run_ranks(2, looked_at) == [expected] * 2
+
+
+def looked_at() -> list[str]:
+    rollouts = [generated(prompt, 0) for prompt in PROMPTS]
+    for number, rollout in enumerate(rollouts):
+        rollout.parts[0].home = number % 2
+    return at_homes(rollouts, lambda rollout: f"{dist.get_rank()}: {rollout.prompt_id}")
 
 
 def plain(segment: Part) -> Part:

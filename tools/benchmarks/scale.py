@@ -1,6 +1,7 @@
 """Work of rank 0's processor in a step, on any number of GPUs: real code, scripted engines and ranks.
 
-    prompts ─► harvest, record ─► score, grades ─► share ─► units ─► plan ─► exchange ─► fill ─► metrics
+    prompts ─► harvest, record ─► score, grades ─► share ─► select ─► units ─► plan
+                                                              metrics ◄─ fill ◄─ exchange ◄─┘
 
 Eight ranks hold an engine and a data-parallel index (TP 8), for 16 prompts of 8 streams: the paper's step is
 that of 32 GPUs. Rank 0 harvests, records and grades its own share, with lengths divided by ``--shorter``; its
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_eqlen import metrics as m
@@ -37,7 +39,9 @@ from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.run.generation import select
 from megatron_eqlen.run.replicas import Replicas, shared
+from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import Tokens, join
 from megatron_eqlen.training.exchange import Placement, exchange_tokens
 from megatron_eqlen.types import Metrics, Prompt, Rollout
@@ -128,6 +132,9 @@ class World:
         self.sizes["MB of prompts"] = len(pickle.dumps(prompts)) / 1e6
         self.sizes["MB of skeletons"] = self.gpus * max(map(len, ranks.answers)) / 1e6
         ranks.answers = []
+        job, graded = Job(recipe), Batch(everyone, {}, None)
+        session: Any = SimpleNamespace(recipe=recipe, objective=job.objective, job=job)
+        self.timed("select", lambda: select(graded, Step(0, 0), session), without=ranks)
         answers = iter(answers_of(everyone, Job(recipe), self.gpus))
 
         def gathered(items: list[Any]) -> list[Any]:
