@@ -51,8 +51,11 @@ def read_step(
     folder: str | Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Rollout]:
     """Return the rollouts of a step's folder, of all ranks, in training order; each once. ``prompt_ids``:
-    only those of these prompts. ``without``: columns that are left out."""
-    files = _naming(step_files(Path(folder)), prompt_ids)
+    only those of these prompts. ``without``: columns that are left out. Raises ValueError for a folder
+    without rollouts, which is no step's."""
+    if not (files := step_files(Path(folder))):
+        raise ValueError(f"{folder}: expected a recorded step (RUN/streams/step-*), found no {FILES}")
+    files = _naming(files, prompt_ids)
     return _in_training_order(_assembled(files, prompt_ids=prompt_ids, without=without))
 
 

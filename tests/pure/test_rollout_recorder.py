@@ -71,6 +71,9 @@ def test_rollouts_and_grades_read_back_identically(tmp_path):
     path = tmp_path / "step-00000001" / "rank-0.arrow"
     kit.record(path, [STREAM, GROUP, TREE])
     assert read_step(path.parent) == read_step(str(path.parent)) == [GROUP, STREAM, TREE]
+    for folder in (path.parent.parent, path.parent / "step-00000009"):
+        with pytest.raises(ValueError, match=f"{folder}: expected a recorded step .*, found no rank-"):
+            read_step(folder)
 
 
 def test_routes_are_recorded_as_the_recipe_says(tmp_path):
@@ -294,7 +297,7 @@ def test_rollouts_of_weights_of_another_version_are_set_aside(tmp_path, caplog):
     kit.record(folder / "rank-1.arrow", [STREAM])
     kit.record(tmp_path / "step-00000004" / "rank-0.arrow", [TREE])
     set_aside_stale(folder, TREE.policy_version, TREE.policy_version)
-    assert read_step(folder) == []
+    assert not folder.exists()
     assert read_step(tmp_path / "stale-step-00000004") == [TREE], "what came after it was of that run, too"
     assert read_step(tmp_path / "stale-step-00000003") == sorted([TREE, STREAM], key=training_order)
     assert "generated with policy version 3, 5, but this run is at 3" in caplog.text
