@@ -117,7 +117,7 @@ class Readers:
         ours, theirs = socket.socketpair()
         # only the child keeps its end open: when it dies, ours reads the end of the pipe
         with theirs:
-            self.processes.append(subprocess.Popen([sys.executable, "-m", __name__], stdin=theirs))
+            self.processes.append(subprocess.Popen([sys.executable, "-m", __name__], stdin=theirs.fileno()))
         self.pipes[reader] = pipe = Connection(ours.detach())
         name = f"reader-{reader}"
         receiver = threading.Thread(target=self._receive, args=(reader, pipe), daemon=True, name=name)

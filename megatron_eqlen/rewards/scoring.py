@@ -24,7 +24,6 @@ from megatron_eqlen.graders.grader import Background, Grader, Key, PoolGrader, n
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.graders.sandbox.client import SandboxError
 from megatron_eqlen.processes.cores import cores_per_rank
-from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
@@ -318,6 +317,8 @@ def new_grades(rollouts: Iterable[Rollout]) -> list[tuple[Prompt, Grade | None]]
 def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     """Return mean reward and length of the policy's responses, estimated without bias from complete scored
     rollouts of any kind. ``reward/mean``, over the responses of streams, is biased to longer ones."""
+    from megatron_eqlen.processes.distributed import at_homes  # imports torch
+
     sampled = [rollout for rollout in rollouts if rollout.parts and not rollout.suspended]
     if not sampled:
         return {}

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.types import Metrics, Part, Rollout, rollout_key
@@ -126,6 +125,8 @@ def by_rank(rollout: Rollout) -> np.ndarray:
 
 def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     """Return the ``profile/...`` metrics of complete scored rollouts; none without a profile of forks."""
+    from megatron_eqlen.processes.distributed import at_homes  # imports torch
+
     # rank 0: variance, tokens; rank 1: what is undecided, tokens after, noise after
     of_ranks = at_homes(rollouts, lambda rollout: by_rank(rollout)[:2].ravel().tolist())
     sums: list[list[float]] = [sums for sums in of_ranks if sums[1]]

@@ -2,7 +2,6 @@
 (``tests/job`` has one started as a user starts it.)"""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -34,9 +33,9 @@ def servers():
 class Reader(jobs.Child):
     """A process that reads streams, as ``Popen`` gives it."""
 
-    def __init__(self, command: list[str], stdin: Any) -> None:
+    def __init__(self, command: list[str], stdin: int) -> None:
         code = f"from {command[-1]} import main; main()"
-        super().__init__(["-c", code], {}, [stdin.fileno(), 1, 2], JOBS)
+        super().__init__(["-c", code], {}, [stdin, 1, 2], JOBS)
 
     def wait(self) -> None:
         assert self.poll() is not None, "it is killed before"
