@@ -175,7 +175,9 @@ def launched(
     given = {"PATH": f"{OWN}/bin:/usr/bin:/bin", "HOME": HOME, "USER": "user", "SLURM_JOB_ID": "1"}
     given |= {"BASH_ENV": f"{OWN}/settings.sh", "MASTER_ADDR": "127.0.0.1", **(variables or {})}
     place = f"{HERE}/{script.relative_to(root)}"
-    start = ["bash", "-c", f'cd {HERE} && exec bash "$@"', "-", place, *arguments]
+    # ``cat`` ends when no process holds its pipe any more: the script has ended, and what it left running.
+    start = f'cd {HERE}; {{ bash "$@" 9>&1 >&8 8>&- | timeout 5 cat; exit ${{PIPESTATUS[0]}}; }} 8>&1'
+    start = ["bash", "-c", start, "-", place, *arguments]
     limits = CommandLimits(seconds=20, processes=64, memory_mb=1024, folder_mb=128)
     with contextlib.closing(Sandbox(Isolation(True, True, True), sys.executable)) as sandbox:
         end = sandbox.command(Command(start, environment=given), _furnished(root, script), limits)
@@ -194,7 +196,7 @@ def launched(
     yamls = (name for name in files if here in name and name.endswith((".yaml", ".yml")))
     new = [name for name in yamls if not (root / name.partition(here)[2]).exists()]
     written = {Path(name).name: text_of(name) for name in new}
-    return recorded("record"), [name for (name,) in recorded("missing")], written, end
+    return [words[1:] for words in recorded("record")], [name for (name,) in recorded("missing")], written, end
 
 
 def _furnished(root: Path, script: Path) -> bytes:

@@ -366,6 +366,14 @@ SCRIPTS = {
     "nodes of SLURM": "#SBATCH -N 3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
     "a folder for logs": "# für später\nRUN n=6 > logs/new.log\n",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
+    "a program at a path": "set -eu\nP=${P:-~/conda/bin}\nN=6 \"$P/python3\" -m verl.trainer.main_ppo BASE "
+    "actor_rollout_ref.rollout.n=$N || exit 1",
+    "a program left running": "nohup /opt/bin/python3 -m verl.trainer.main_ppo BASE "
+    "actor_rollout_ref.rollout.n=6 > x.log 2>&1 &",
+    "a job of SLURM on standard input": "sbatch --nodes=3 <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n"
+    "RUN n=$N trainer.nnodes=\\$SLURM_NNODES\nEOF",
+    "options and arguments of a job of SLURM": "[[ -n ${J-} ]] || exec sbatch --export=ALL,J=6 -p x $0 3\n"
+    "#SBATCH --gres=gpu:h100:6\nRUN n=$SLURM_GPUS_ON_NODE trainer.nnodes=$1 data.seed=$J",
 }
 
 
@@ -408,13 +416,19 @@ def test_variables_without_a_value_are_named(tmp_path):
     quiet = (
         "if [ -z $A ]; then A=1; fi\nexport B=/x:$B\nC=${C:-1}\nD='$D'\n[[ xy =~ x(y) ]]\nfalse\n"
         'E=$?${BASH_REMATCH[1]}\ncase $F in *) ;; esac\necho \\$G "${H[@]}"\nfor I in 1; do J=$I; done\n'
+        "echo ${K:-1} ${L+2} $(( ${M-1} * 0x1F + A ))\n"
     )
     words = " ".join(BASE["verl"])
     script = tmp_path / "run.sh"
-    script.write_text(f"{quiet}torchrun x.py {words} trainer.experiment_name=$E data.seed=$SEED$A ${{TAG}}")
+    script.write_text(
+        f"{quiet}torchrun x.py {words} trainer.experiment_name=$E data.seed=$SEED$A ${{TAG}} \\\n # \\\n"
+        " data.x=1\n--y 2\necho $((A * SUM)) ${CUT%.*} ${UP^^} ${PART:0:2}"
+    )
     done = translate("verl", script)
     assert (done.keys["name"], done.keys["seed"]) == ("1y", 1)
-    assert done.remarks == [f"The script reads ${name}, which is not there." for name in ("SEED", "TAG")]
+    names = *("$SEED", "$TAG"), *(f"the line {line} as a command" for line in ("data.x=1", "--y 2"))
+    names = *names, *("$SUM", "$CUT", "$UP", "$PART")
+    assert done.remarks == [f"The script reads {name}, which is not there." for name in names]
 
 
 def test_files_have_names_of_their_own_and_a_hole_in_their_grader_is_one_in_each(tmp_path):
@@ -450,7 +464,7 @@ def test_what_python_does_not_spell_is_a_hole(tmp_path):
     assert "'**': ???" in done.text("x.py")
 
 
-NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM", "a session")
+NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM", "a session", *[*SCRIPTS][-4:])
 """Scripts that bash alone ends, because this machine is not theirs."""
 
 
