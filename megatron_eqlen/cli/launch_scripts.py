@@ -1,9 +1,7 @@
 """Configurations of other trainers: keys and values from YAML, arguments, Python, and launch scripts.
 
-A launch script runs, as bash reads it; what it starts does not:
-
-    script ─► bash in the sandbox: no network, an empty home, a stand-in for each program that it may start
-                └─► a stand-in (launch/stand_in.sh) writes down its arguments, and ends well
+bash runs a launch script in the sandbox, without network, with an empty home. What it starts does not run: a
+stand-in for each program (launch/stand_in.sh) writes down its arguments, and ends well.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,21 @@ from megatron_eqlen.recipe.yaml_values import in_one_line, read_value
 
 OWN = f"{FOLDER}/.eqlen"
 HOME, HERE = f"{OWN}/home", f"{OWN}/here"
+# Limits of what a script may read of its repository: files, bytes of each, and parts of its path.
 MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 8
-"""Limits of what a script may read of its repository: files, bytes of each, and parts of its path."""
-# ``--beta=0.04``, ``--report_to``
-OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+# ``--beta=0.04``, ``--report_to``, Hydra's ``-cn``
+OPTION = re.compile(r"-(-[A-Za-z][\w.-]*|c[npd])(?:=(.*))?", re.DOTALL)
 # ``data.train_files=[a,b]``, ``+trainer.seed=1``, ``~critic.model``, ``steps=3``
 HYDRA = re.compile(r"\+{0,2}(~\w+(?:\.[\w-]+)+|(?:[a-z]\w*|[\w@]+(?:[./][\w@*-]+)+)(?==))=?(.*)", re.DOTALL)
 # ``python3.12``, ``/opt/bin/torchrun``
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = re.compile("GRPOConfig|GRPOTrainer|LoraConfig|get_peft_model|ModelConfig|ScriptArguments")
+# Arguments of TRL's classes that are no options.
 OBJECTS = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
-"""Arguments of TRL's classes that are no options."""
+# What a configuration takes its defaults from that is verl's: its values are those of others_defaults.yaml.
+OWN_CONFIGS = (
+    r".*hydra/.*|.*?(\w+)(@.*)?': '\1'}|(.*\W)?(_self_|ppo\w*_trainer|(dp|hf|legacy|megatron)_\w+)\W*"
+)
 
 
 def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
@@ -53,21 +56,17 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
             return _of_script(file, trainer, words, remarks)  # in any encoding
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".py":
-            return _of_python(text)
-        found = text.splitlines() if file.suffix in (".txt", ".args") else read_value(text) or {}
+            return _of_python(text, remarks)
+        found = text.splitlines() if file.suffix in (".txt", ".args") else read_value(text)
         if isinstance(found, list) and all(isinstance(word, str) for word in found):
             return _of_words(found, trainer, file)
-        if not isinstance(found, dict):
-            raise ValueError(f"expected a mapping of keys or a list of arguments, found {found!r:.80}")
-        keys = flat(found)
+        keys = _of_yaml(str(file.resolve()), file, {})
         # Hydra's ``${data.seed}`` takes the value of another key, perhaps of a file that is not here.
         if key := next((key for key, value in keys.items() if "${" in str(value)), ""):
             raise ValueError(f"{key}: {keys[key]}: expected resolved values (verl: --cfg job --resolve)")
         return keys
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as a configuration: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file}: not valid YAML: {in_one_line(error)}") from None
+    except (SyntaxError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file}: cannot be read as a configuration: {in_one_line(error)}") from None
 
 
 def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
     training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
     if not training:
         # The last line that is no trace of ``set -x``.
-        said = ["", *(line for line in end.output.splitlines() if line.strip() and line[0] != "+")]
+        said = re.findall(r"^[^+\s].*", "\n" + end.output, re.MULTILINE) or [""]
         others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
         raise ValueError(
             f"expected a script that starts a training of {trainer}, found {others:.200}; bash ended it with "
@@ -100,12 +99,11 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
 
 def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, str] = {}) -> dict[str, Any]:
     """Return the keys in a command's arguments, ``a.b=c`` (verl) or ``--a b c``, and its program, over those
-    of the file that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``,
-    ``--config_file``. ``written``: YAML files that the script writes, by name."""
+    of files that they name: verl's ``--config-name``, TRL's ``--config``. ``written``: see `_of_yaml`."""
     options, keys, option = dict[str, Any](), dict[str, Any](), ""
     for word in words:
         if match := OPTION.fullmatch(word):
-            option, value = match[1].replace("-", "_"), match[2]
+            option, value = match[1].lstrip("-").replace("-", "_"), match[2]
             # ``--no_bf16`` is ``bf16=false``.
             if trainer == "trl" and option.startswith("no_") and row_of(trainer, option[3:]):  # of a switch
                 option, value = option[3:], "false"
@@ -124,33 +122,60 @@ def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, 
         elif option:
             # ``--reward_funcs a b`` has several values.
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]
-    name = str(options.get("config_name", "")).removesuffix(".yaml")
+    name = str(options.get("config_name", options.get("cn", ""))).removesuffix(".yaml")
     paths = [str(options[key]) for key in ("config", "config_file") if key in options and trainer == "trl"]
-    # ``ppo_trainer`` and ``ppo_megatron_trainer`` are verl's own, whose values are the defaults.
-    if trainer == "verl" and keys and name and not re.fullmatch(r"ppo(_\w+)?_trainer", name):
-        paths = [f"{options.get('config_path', options.get('config_dir', 'config'))}/{name}.yaml"]
+    if name and trainer == "verl" and (keys or "verl" in str(options.get("program"))):
+        given = (options[key] for key in ("config_path", "cp", "config_dir", "cd") if key in options)
+        paths = [] if re.fullmatch(OWN_CONFIGS, name) else [f"{next(given, 'config')}/{name}.yaml"]
     for path in paths:
-        # Relative to here, to the script's folder, or to a folder above it, as its repository's root.
-        places = (folder / path for folder in (Path(), *file.resolve().parents))
-        texts = (each.read_text(encoding="utf-8") for each in places if each.is_file())
-        base = next(texts, written.get(Path(path).name))
-        if base is None:
-            raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
-        # What the command gives comes before what the file says.
-        below = flat(read_value(base))
-        keys = {key: below[key] for key in below if key.split(".")[0] not in ("defaults", "hydra")} | keys
+        keys = _of_yaml(path, file, written) | keys  # what the command gives comes first
     return keys | {key: options[key] for key in options if trainer != "verl" or key == "program"}
 
 
-def _of_python(text: str) -> dict[str, Any]:
-    """Return the arguments of TRL's classes: literals, functions of rewards, or the source in ``${}``."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if PYTHON_CALLS.fullmatch(ast.unparse(call.func).rpartition(".")[2])]
-    words = {word.arg or "**": word.value for call in calls for word in call.keywords}
+def _of_yaml(path: str, file: Path, written: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of a YAML file. ``written``: YAML files as the script ``file`` leaves them, by path."""
+    # Relative to the script's folder, to one above it, as its repository's root, or to here.
+    names = [os.path.normpath(folder / path) for folder in (*file.resolve().parents, Path())]
+    name = next((name for name in names if name in written or os.path.isfile(name)), None)
+    if name is None:
+        raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
+    tree = read_value(written[name] if name in written else Path(name).read_text(encoding="utf-8"))
+    if not isinstance(tree, dict):  # nothing, where a program writes it
+        raise ValueError(f"{path}: expected a mapping of keys or a list of arguments, found {tree!r:.80}")
+    defaults = [str(each) for each in tree.get("defaults", [])]
+    if others := ", ".join(each for each in defaults if not re.fullmatch(OWN_CONFIGS, each)):
+        raise ValueError(
+            f"{path} takes values from {others}; give the resolved configuration (--cfg job --resolve)"
+        )
+    return {key: value for key, value in flat(tree).items() if key.split(".")[0] not in ("defaults", "hydra")}
+
+
+def _of_python(text: str, remarks: list[str]) -> dict[str, Any]:
+    """Return the arguments of TRL's classes, of each one's last call: literals, functions of rewards, or the
+    source in ``${}``, as of what is assigned to them later and of what is made from them."""
+    for name, own in re.findall(rf"\b({PYTHON_CALLS.pattern}) as (\w+)", text):
+        text = re.sub(rf"\b{own}\b", name, text)
+    nodes = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt | ast.expr | ast.keyword))
+    calls, later = dict[str, Mapping[str, ast.AST]](), dict[str, ast.AST]()
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+        match node:
+            case ast.Call(func) if name := PYTHON_CALLS.fullmatch(ast.unparse(func).rpartition(".")[2]):
+                remarks += [f"The file has several {name[0]}; this is the last one's."] * (name[0] in calls)
+                own = ("r", "lora_alpha") if name[0] == "LoraConfig" else ()  # 8, unless it says
+                words = {word.arg or "**": word.value for word in node.keywords}
+                calls[name[0]] = dict.fromkeys(own, ast.Constant(8)) | words
+            case ast.ClassDef(bases=[of, *_]) | ast.Call(_, [ast.Name() | ast.Attribute() as of, *_]):
+                is_theirs = PYTHON_CALLS.fullmatch(ast.unparse(of).rpartition(".")[2])
+                later |= {ast.unparse(node).partition("(")[0]: of} if is_theirs else {}
+            case ast.Attribute(ast.Name(of), key, ast.Store()) if of != "self":
+                row = row_of("trl", key)
+                later |= {key: node} if row and not row.irrelevant else {}
+            case ast.keyword("load_in_4bit" | "load_in_8bit" as key, value):
+                later[key] = value
+    words = {k: v for given in (*calls.values(), later) for k, v in given.items() if k not in OBJECTS}
     texts = {key: str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for key, v in words.items()}
     named = {key for key, v in words.items() if any(isinstance(node, ast.Name) for node in ast.walk(v))}
-    texts |= {key: f"${{{key}: {texts[key]}}}" for key in named - {"reward_funcs"}}
-    return {key: texts[key] for key in words if key not in OBJECTS}
+    return texts | {key: f"${{{key}: {texts[key]}}}" for key in named - {"reward_funcs"}}
 
 
 def listed(value: Any) -> list[str]:
@@ -161,9 +186,8 @@ def launched(
     script: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> tuple[list[list[str]], list[str], dict[str, str], CommandEnd]:
     """Run the script with bash, where it can do no harm, in its repository (the next folder above it with
-    ``.git``, or else its own folder). Return the commands that it starts, in order, the files that it reads
-    settings from and does not find, the YAML files that it writes, by name, and its end. Raises ValueError
-    where there is no sandbox."""
+    ``.git``, or else its own). Return the commands that it starts, in order, what it reads and does not find,
+    the YAML files that it leaves, by path, and its end. Raises ValueError where there is no sandbox."""
     if refusal := commands_refused():
         raise ValueError(
             f"{script}: bash runs a script in the sandbox, and this machine has none ({refusal}); save the "
@@ -174,52 +198,35 @@ def launched(
     # ``settings.sh``, which each bash reads, makes the stand-ins; they come before all programs.
     given = {"PATH": f"{OWN}/bin:/usr/bin:/bin", "HOME": HOME, "USER": "user", "SLURM_JOB_ID": "1"}
     given |= {"BASH_ENV": f"{OWN}/settings.sh", "MASTER_ADDR": "127.0.0.1", **(variables or {})}
-    place = f"{HERE}/{script.relative_to(root)}"
-    # ``cat`` ends when no process holds its pipe any more: the script has ended, and what it left running.
-    start = f'cd {HERE}; {{ bash "$@" 9>&1 >&8 8>&- | timeout 5 cat; exit ${{PIPESTATUS[0]}}; }} 8>&1'
-    start = ["bash", "-c", start, "-", place, *arguments]
+    start = ["bash", f"{OWN}/start.sh", f"{HERE}/{script.relative_to(root)}", *arguments]
     limits = CommandLimits(seconds=20, processes=64, memory_mb=1024, folder_mb=128)
     with contextlib.closing(Sandbox(Isolation(True, True, True), sys.executable)) as sandbox:
         end = sandbox.command(Command(start, environment=given), _furnished(root, script), limits)
     files = folder_files(end.folder)
 
     def text_of(name: str) -> str:
-        text = files[name].decode(errors="replace")
-        return text.replace(HERE, str(root)).replace(HOME, str(Path.home()))
+        return files[name].decode(errors="replace").replace(HERE, str(root)).replace(HOME, str(Path.home()))
 
     # A file for each command, named by its time: arguments that end with NUL.
     def recorded(folder: str) -> list[list[str]]:
-        names = sorted(name for name in files if f".eqlen/{folder}/" in name)
-        return [text_of(name).split("\0")[:-1] for name in names]
+        return [text_of(name).split("\0")[:-1] for name in sorted(files) if f".eqlen/{folder}/" in name]
 
-    here = ".eqlen/here/"
-    yamls = (name for name in files if here in name and name.endswith((".yaml", ".yml")))
-    new = [name for name in yamls if not (root / name.partition(here)[2]).exists()]
-    written = {Path(name).name: text_of(name) for name in new}
-    return [words[1:] for words in recorded("record")], [name for (name,) in recorded("missing")], written, end
+    written = {f"{root}/{name.split('here/', 1)[-1]}": text_of(name) for name in files if name.endswith("ml")}
+    return recorded("record"), [name for (name,) in recorded("missing")], written, end
 
 
 def _furnished(root: Path, script: Path) -> bytes:
     """Return the folder that a script starts in, packed: its repository's small files, and stand-ins."""
-    packed, seen = io.BytesIO(), set[Path]()
-
-    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        name = Path(member.name).relative_to(".eqlen/here")
-        file = root / name
-        if file.is_file():  # a link's content is copied
-            member.type, member.size = tarfile.REGTYPE, file.stat().st_size
-        elif not file.is_dir() or name.name.startswith("."):
-            return None
-        # The script's own folder is packed first, so that the limits leave out the rest.
-        fits = member.size <= MOST_BYTES and len(name.parts) <= DEEPEST and len(seen) < MOST_FILES
-        if not fits or name in seen or not os.access(file, os.R_OK):
-            return None
-        seen.add(name)
-        member.mode = 0o755
-        return member
-
+    packed, found = io.BytesIO(), {root: None, script: None}
+    # The script's own folder comes first, so that the limits leave out the rest.
+    for folder, inner, names in chain(os.walk(script.parent), os.walk(root)):
+        inner[:] = (name for name in inner if name[0] != "." and len(found) < MOST_FILES)
+        found |= dict.fromkeys(Path(folder, name) for name in (*inner, *names))
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(Path(__file__).with_name("launch"), ".eqlen")
-        for place in (script, script.parent, root):
-            archive.add(place, f".eqlen/here/{place.relative_to(root)}", filter=kept)
+        for path in islice(found, MOST_FILES):
+            place, archive.dereference = path.relative_to(root), path.is_file()  # a link's content is copied
+            fits = path.stat().st_size <= MOST_BYTES if path.is_file() else path.is_dir()
+            if fits and len(place.parts) <= DEEPEST and os.access(path, os.R_OK):
+                archive.add(path, f".eqlen/here/{place}", False, filter=lambda one: one.replace(mode=0o755))
     return packed.getvalue()

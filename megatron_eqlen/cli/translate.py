@@ -25,24 +25,23 @@ from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.load import HOLE
 from megatron_eqlen.recipe.naming import flat, nested
 from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, read_table, row_of, table
-from megatron_eqlen.recipe.yaml_values import Plain, to_yaml
+from megatron_eqlen.recipe.yaml_values import Plain, read_value, to_yaml
 
 UNSET = re.compile(r"|none|null|\?\?\?")
+# Values that ask for nothing, of a key without a counterpart.
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
-"""Values that ask for nothing, of a key without a counterpart."""
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, *([^${}]*))?\}")
 UNREAD = "no value, where its default is {}: does the script take it from its environment, or compute it?"
+# Reasons why an engine's option that is refused changes what is learned, or has no effect there either.
 LEARNED = re.compile("no such option|expected|must not depend|objective's alone|what is trained")
 NO_EFFECT = re.compile("acts only with|has no effect|clip.* with surrogate")
-"""Reasons why an engine's option that is refused changes what is learned, or has no effect there either."""
 SOURCES, TESTS, GRADER = "data.sources", "evaluation.benchmarks", "data.sources.0.grader"
 ENGINES = ("model.megatron.", "rollout.vllm.")
+# Values in place of holes, so that the other keys can be checked.
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
 NEEDED[SOURCES] = [{"name": "mine", "path": "DATA"}]
-"""Values in place of holes, so that the other keys can be checked."""
-ALIASES = {"open-r1": "trl@0.18"}
+# Effects of a change, the gravest first, with the beginnings of the keys that have them.
 EFFECTS: dict[str, str] = read_table()["effects"]
-"""Effects of a change, the gravest first, with the beginnings of the keys that have them."""
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Translation:
         """Return the recipe as YAML, what became of their keys as comments above it."""
         template = Path(__file__).with_name("translation.jinja").read_text(encoding="utf-8")
         head = Template(template, trim_blocks=True).render(source=source, done=self, effects=EFFECTS)
-        ours = {key: value for key, value in self.keys.items() if _is_ours(key)}
+        ours = {key: value for key, value in self.keys.items() if key.split(".")[0] in Recipe.model_fields}
         # A key of theirs without a counterpart stays dotted: a hole under a name that no recipe has.
         tree = nested(ours) | {key: value for key, value in self.keys.items() if key not in ours}
         return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(tree)
@@ -88,13 +87,16 @@ class Translation:
         key = next(iter(self.sources.get(key, ())), key)
         effects = (effect for effect, begins in EFFECTS.items() if ours.startswith((*begins.split(),)))
         self.changes[f"{key} -> {ours}: {text}"] = next(effects, [*EFFECTS][-1])
-        if self.outcomes.get(key) == "same":
-            self.outcomes[key] = "changed"
+        self.outcomes |= {key: "changed"} if self.outcomes.get(key) == "same" else {}
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """Return one of ``keys``; ``default`` for none and for what is no number."""
+        """Return one of ``keys``; ``default`` for none and for what is no number, which is a hole."""
         with suppress(TypeError, ValueError):
             return float(self.keys.get(name, default))
+        if not (name.split(".")[0] in Recipe.model_fields or NOTHING.fullmatch(str(self.keys[name]).lower())):
+            ours = next(row.ours for row in table()[self.trainer] if row.part == name)
+            self.hole(ours, name, f"{', '.join(self.sources[name])}={self.keys[name]}: expected a number")
+            self.keys[name] = None
         return default
 
     def is_on(self, name: str) -> bool:
@@ -103,26 +105,29 @@ class Translation:
 
 def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translation:
     """Return the recipe for a configuration of ``trainer``, perhaps with its version (``verl@0.6``).
-    ``words``: arguments and NAME=VALUE of its environment, for a script. Raises ValueError for a file without
-    a configuration of that trainer."""
-    trainer, _, version = ALIASES.get(trainer, trainer).partition("@")
+    ``words``: a script's arguments and NAME=VALUE. Raises ValueError for a file without a configuration."""
+    trainer, _, version = {"open-r1": "trl@0.18"}.get(trainer, trainer).partition("@")
     if trainer not in TRAINERS:
         raise ValueError(f"--from: expected {', '.join(TRAINERS)} or open-r1, found {trainer!r}")
     left_out, remarks = defaults(trainer, version), list[str]()
     theirs = read(file, trainer, words, remarks)
+    # ``{"min_lr": 1e-7}`` has keys of its own.
+    folded = [key for key in theirs if trainer == "trl" and re.fullmatch(r"\{[^{}]+\}", str(theirs[key]))]
+    theirs = flat(theirs | {key: read_value(theirs[key]) for key in folded})
     named = {key: str(value) for key, value in (left_out | theirs).items()}
     for key in (key for key, value in theirs.items() if "${" in str(value)):  # another key of theirs
-        theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[0]), str(theirs[key]))
+        theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[2] or match[0]), str(theirs[key]))
     rows = {key: row_of(trainer, key) for key in theirs}
     known = sum(map(bool, rows.values()))
     # verl's trainer has this section; the rest it shares with other programs of verl.
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
     if other or known < max(1, len(theirs) / 3):
         found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
-        forms = "(launch script, resolved YAML, saved arguments, TRL's Python)"
-        raise ValueError(f"{file}: expected a configuration of {trainer} {forms}, found {found}")
-    begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
-    done = Translation(trainer, version, theirs, left_out, remarks, begun)
+        raise ValueError(
+            f"{file}: expected a configuration of {trainer} (script, YAML, Python), found {found}"
+        )
+    keys = {"name": file.stem, "sampling": "independent"}
+    done = Translation(trainer, version, theirs, left_out, remarks, keys)
     given = {row.part for row in rows.values() if row and row.part}
     # In the table's order, since a later row overrules an earlier one.
     for row in table()[trainer]:
@@ -181,8 +186,8 @@ def _add_learning(done: Translation) -> None:
     # Advantages of these are divided by the standard deviation of their group.
     divides = keys.get("objective", "grpo") in ("grpo", "gspo", "cispo")
     if divides and keys.get("loss.advantage") != "dr_grpo" and group > 1:
-        more = f"{math.sqrt(group / (group - 1)):.3f} times theirs: their standard deviation is over n - 1"
-        done.change("objective", "objective", f"advantages are {more}, ours over n")
+        more = f"advantages are {math.sqrt(group / (group - 1)):.3f} times theirs"
+        done.change("objective", "objective", f"{more}: their standard deviation is over n - 1, ours over n")
     if "overlong" in keys:
         keys["loss.overlong_factor"] = number("overlong")
         if "reward_path" not in keys:
@@ -208,8 +213,7 @@ def _add_learning(done: Translation) -> None:
     names = [older.get(name, name) for name in str(keys.get("rs", "")).replace(",", " ").split()]
     # A bound for each name, or one for all: ``0.5_2.0,10``.
     bounds = str(keys.get("rs_threshold", bound)).split(",") * len(names)
-    bands = (each.split("_") if "_" in each else each for each in bounds)
-    rules = dict[str, Any](zip(names, bands, strict=False))
+    rules = dict[str, Any](zip(names, (b.split("_") if "_" in b else b for b in bounds), strict=False))
     # A ratio of e^x has k2 = x^2 / 2, so this vetoes reciprocals as well.
     if veto := number("veto"):
         rules["seq_max_k2"] = f"{math.log(veto) ** 2 / 2:.4g}"
@@ -218,20 +222,18 @@ def _add_learning(done: Translation) -> None:
 
 def _add_batches(done: Translation) -> None:
     """Add the numbers of prompts, of updates and of steps, and what is counted in steps."""
-    keys, number, updates = done.keys, done.number, 1.0
-    group = number("group_size") or 1
+    keys, number, updates, group = done.keys, done.number, 1.0, done.number("group_size") or 1
     # TRL counts responses on each process, in micro-batches, and updates instead of steps.
     if "per_device_train_batch_size" in keys:
         accumulated, nodes = number("gradient_accumulation_steps") or 1, number("cluster.nodes") or 1
-        on_each = number("nproc_per_node") or number("num_gpus")
-        processes = nodes * on_each or number("num_processes") or 1
+        processes = nodes * (number("nproc_per_node") or number("num_gpus")) or number("num_processes")
         at_once = number("per_device_train_batch_size") * processes
         steps = number("steps_per_generation") or accumulated
         responses = number("generation_batch_size") or at_once * steps
         keys["data.prompts_per_step"] = max(1, round(responses / group))
-        keys["cluster.processes_per_node"] = round(processes / nodes)
+        keys |= {"cluster.processes_per_node": round(processes / nodes)} if processes else {}
         keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
-        if not (at_once and {*done.sources["cluster.processes_per_node"]} & done.theirs.keys()):
+        if not at_once or "cluster.processes_per_node" in done.holes:
             why = f"{keys['per_device_train_batch_size']} responses on each process x processes / {group:g}"
             done.hole("data.prompts_per_step", "per_device_train_batch_size", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
@@ -249,8 +251,7 @@ def _add_batches(done: Translation) -> None:
     files = listed(keys.get("train_files"))
     # Epochs become steps where the rows can be counted.
     if "steps" not in keys and files and all(map(os.path.isfile, files)):
-        kind = "parquet" if files[0].endswith("parquet") else "json"
-        rows = dataset(files, format=kind).count_rows()
+        rows = dataset(files, format="parquet" if files[0].endswith("parquet") else "json").count_rows()
         keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
     elif "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
@@ -297,11 +298,10 @@ def _add_data(done: Translation) -> None:
         source |= {"weight": n} if (n := files.count(source["path"])) > 1 else {}
     if len(files) > 1:
         done.change(SOURCES, "train_files", "files have shares of the prompts by weight, there by row")
-    if "data.instruction" not in keys:
-        text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
-        done.change("data.instruction", "train_files", text)
-    if "data.max_prompt_length" not in keys:
-        done.change("data.max_prompt_length", "train_files", "2048 tokens, longer prompts are left out")
+    text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
+    ours = {"data.instruction": text, "data.max_prompt_length": "2048 tokens, longer prompts are left out"}
+    for key in (key for key in ours if key not in keys):
+        done.change(key, "train_files", ours[key])
     if "model.path" not in keys:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
     if not files:
@@ -315,8 +315,9 @@ def _add_data(done: Translation) -> None:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("dataset_test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
         if "evaluation.every" not in keys:
-            text = f"0, before and after training; there: {keys['eval_strategy']}"
-            done.change("evaluation.every", "eval_strategy", text)
+            done.change(
+                "evaluation.every", "eval_strategy", f"0, at both ends; there {keys['eval_strategy']}"
+            )
     keys[TESTS] = [{"name": name, **read, "path": path} for name, path in tests.items()]
     if "sampled" in keys and not done.is_on("sampled") and re.match(r"0\.[3-6]", done.version):
         keys["evaluation.temperature"] = 0
@@ -335,7 +336,7 @@ def _add_data(done: Translation) -> None:
 def _check(done: Translation) -> None:
     """Give values the types of their keys, drop parts, and take out the values that a recipe refuses."""
     needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
-    done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
+    done.keys = {key: value for key, value in done.keys.items() if key.split(".")[0] in Recipe.model_fields}
     keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()
     # Each round takes out the value that a recipe refuses, until the rest is a recipe.
     while not typed:
@@ -381,10 +382,6 @@ def _refuse(key: str, why: str, done: Translation) -> None:
         if of_engine and "expected" not in why:  # no value helps
             hole, named = named, f"{done.keys.pop(key)!s:.60}"
         done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}".removeprefix(": "))
-
-
-def _is_ours(key: str) -> bool:
-    return key.split(".")[0] in Recipe.model_fields
 
 
 def _popped(keys: dict[str, Any], at: str) -> dict[str, Any]:

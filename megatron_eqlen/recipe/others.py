@@ -13,8 +13,8 @@ from typing import Any
 from megatron_eqlen.recipe.yaml_values import read_value
 
 TRAINERS = ("verl", "trl", "slime")
+# Column of the table with names that only hints know.
 HINTS = "hints"
-"""Column of the table with names that only hints know."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def to_yaml(value: Any, **style: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
 
 
-def in_one_line(error: yaml.YAMLError) -> str:
+def in_one_line(error: Exception) -> str:
     """Return the error as ``line 7: ...``, if its line is known."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())

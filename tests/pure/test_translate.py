@@ -131,7 +131,6 @@ ENDS = [
     ("trl", "--system_prompt=Think.", SAME,
      {"data.instruction": "Think.", "data.instruction_role": "system"}),
     ("trl", "--delta=1.5", HOLE, "delta"),
-    ("trl", "--use_peft", SAME, {"lora.rank": 16, "lora.alpha": 32}),
     ("trl", "--lora_r=8", NOTHING, None),
     ("verl", "trainer.resume_from_path=/x/global_step_9", HOLE, "trainer.resume_from_path"),
     ("trl", "--vllm_mode=server", HOLE, "rollout.engine"),
@@ -155,6 +154,30 @@ ENDS = [
     ("slime", "--eval-min-new-tokens=9", HOLE, "eval_min_new_tokens"),
     ("slime", "--rollout-max-context-len=96", HOLE, "rollout_max_context_len"),
     ("verl", "mine/backend=verl", HOLE, "mine/backend"),
+    # what learns or samples otherwise, among keys that do not
+    ("slime", "--moe-z-loss-coeff=1e-3", HOLE, "moe_z_loss_coeff"),
+    ("slime", "--moe-expert-capacity-factor=1.0", HOLE, "moe_expert_capacity_factor"),
+    ("slime", "--qk-clip", HOLE, "qk_clip"),
+    ("slime", "--qk-layernorm", NOTHING, None),
+    ("slime", "--sglang-quantization=fp8", HOLE, "rollout.quantization"),
+    ("verl", "actor_rollout_ref.rollout.response_length=99", SAME, {"rollout.max_response_length": 99}),
+    ("verl", "actor_rollout_ref.rollout.response_length=${oc.select:data.max_response_length,9}", SAME,
+     {"rollout.max_response_length": 512}),
+    ("verl", "actor_rollout_ref.rollout.over_sample_rate=0.1", HOLE,
+     "actor_rollout_ref.rollout.over_sample_rate"),
+    ("verl", "skip.rollout.enable=True", HOLE, "skip.rollout.enable"),
+    ("verl", "trainer.v1.sampler.custom_sampler.path=x.py", HOLE, "trainer.v1.sampler.custom_sampler.path"),
+    ("verl", "actor_rollout_ref.ref.model.path=R", HOLE, "actor_rollout_ref.ref.model.path"),
+    ("verl", "async_training.require_batches=2", HOLE, "data.prompts_per_step"),
+    ("verl", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", CHANGED, None),
+    ("verl", "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", SAME, None),
+    ("trl", "--accelerate_config=zero2", NOTHING, None),
+    ("trl", "--module=x.sft", HOLE, "objective"),
+    # options without a value, and numbers that a program would say
+    ("trl", "--gradient_accumulation_steps", HOLE, "data.prompts_per_step"),
+    ("trl", "--warmup_ratio", HOLE, "optimizer.warmup_steps"),
+    ("slime", "--global-batch-size", HOLE, "loss.minibatches"),
+    ("trl", "--nproc_per_node=gpu", HOLE, "cluster.processes_per_node"),
     # evaluations on files that are not named
     ("verl", "trainer.test_freq=5", HOLE, "evaluation.benchmarks"),
     ("verl", "trainer.test_freq=-1", SAME, None),
@@ -236,9 +259,16 @@ def test_adapters_have_the_alpha_of_their_kind(tmp_path):
     assert alpha("verl", *of_megatron) == (8, 9)
     assert alpha("trl", "--lora_alpha=4", "--use_peft") == (16, 4)
     assert alpha("trl", "--lora_r=8", "--use_peft") == (8, 32)
+    assert not translated(tmp_path, "trl", "--use_peft", "--lora_target_modules", "all-linear").holes
     (tmp_path / "x.py").write_text("GRPOConfig(max_steps=9, seed=1)\nLoraConfig(lora_alpha=4, r=8)")
     keys = translate("trl", tmp_path / "x.py").keys
     assert (keys["lora.rank"], keys["lora.alpha"]) == (8, 4)
+    (tmp_path / "x.py").write_text(
+        "GRPOConfig(max_steps=9)\nGRPOTrainer(peft_config=LoraConfig(), model='M')"
+    )
+    done = translate("trl", tmp_path / "x.py")
+    assert (done.keys["lora.rank"], done.keys["lora.alpha"]) == (8, 8), "PEFT's"
+    assert done.holes["lora.targets"].startswith("lora_target_modules=q_proj, v_proj (its default)")
 
 
 def test_holes_stand_in_a_recipe_whose_keys_contradict_each_other_and_in_no_section_of_ours(tmp_path):
@@ -366,7 +396,7 @@ SCRIPTS = {
     "nodes of SLURM": "#SBATCH -N 3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
     "a folder for logs": "# für später\nRUN n=6 > logs/new.log\n",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
-    "a program at a path": "set -eu\nP=${P:-~/conda/bin}\nN=6 \"$P/python3\" -m verl.trainer.main_ppo BASE "
+    "a program at a path": 'set -eu\nP=${P:-~/conda/bin}\nN=6 "$P/python3" -m verl.trainer.main_ppo BASE '
     "actor_rollout_ref.rollout.n=$N || exit 1",
     "a program left running": "nohup /opt/bin/python3 -m verl.trainer.main_ppo BASE "
     "actor_rollout_ref.rollout.n=6 > x.log 2>&1 &",
@@ -381,6 +411,7 @@ LAUNCHED = [
     ("accelerate launch --num_processes 6 x.py ", 1, 6, 2),
     ("torchrun --nnodes=2 --nproc_per_node 3 -m x.grpo ", 2, 3, 2),
     ("deepspeed --num_gpus 3 x.py ", 1, 3, 1),
+    ("deepspeed --num_nodes 2 --num_gpus 3 x.py ", 2, 3, 2),
     ("uv run --with trl accelerate launch --num_machines 3 --num_processes 6 x.py ", 3, 2, 2),
     ("docker run --rm -e a=b --name x image torchrun --nproc_per_node 3 x.py ", 1, 3, 1),
 ]
@@ -410,6 +441,50 @@ def test_a_configuration_that_the_script_writes_is_read(tmp_path):
     keys = translate("trl", tmp_path / "run.sh").keys
     assert keys["cluster.processes_per_node"] == 6
     assert keys["data.instruction"] == str(tmp_path / "rules"), "a path of this machine, not of the sandbox"
+
+
+WRITES = {
+    "one that it changes": "sed -i s/1e-5/3e-6/ c.yaml; echo 'beta: 0' >> c.yaml\nRUN c.yaml",
+    "that of its folder": "cd other\nRUN c.yaml",
+    "one of several with its name": "mkdir x; cat other/c.yaml > x/c.yaml; cp c.yaml other\nRUN x/c.yaml",
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_configuration_is_read_as_the_script_leaves_it_where_its_command_is(tmp_path, kind):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "c.yaml").write_text("learning_rate: 1e-5\n")
+    (tmp_path / "other/c.yaml").write_text("learning_rate: 3e-6\n")
+    (tmp_path / "run.sh").write_text(
+        WRITES[kind].replace("RUN", f"trl grpo {shlex.join(BASE['trl'])} --config")
+    )
+    assert translate("trl", tmp_path / "run.sh").keys["optimizer.lr"] == 3e-6
+
+
+def test_a_configuration_that_a_program_would_write_is_missed(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        f"python3 x.py > c.yaml\ntrl grpo {shlex.join(BASE['trl'])} --config c.yaml"
+    )
+    with pytest.raises(ValueError, match=r"c\.yaml: expected a mapping .*, found None"):
+        translate("trl", tmp_path / "run.sh")
+
+
+def test_a_configuration_of_hydra_may_be_all_and_other_files_in_it_are_missed(tmp_path):
+    (tmp_path / "conf").mkdir()
+    own = "ppo_trainer, actor@x.actor: dp_actor, data/rollout@x: rollout, override hydra/job_logging: x"
+    text = (
+        "data: {seed: 3, train_files: DATA}\nalgorithm: {adv_estimator: grpo}\n"
+        "actor_rollout_ref: {model: {path: M}, rollout: {n: 4}}\n"
+    )
+    (tmp_path / "conf/my.yaml").write_text(f"defaults: [{own}, _self_]\n{text}")
+    for command in ('-cp "$PWD/conf" -cn=my', "--config-dir conf --config-name my.yaml"):
+        (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {command}")
+        keys = translate("verl", tmp_path / "run.sh").keys
+        assert (keys["seed"], keys["group_size"]) == (3, 4)
+    for other in ("base", "actor@actor_rollout_ref.actor: mine", "actor: actors"):
+        (tmp_path / "conf/my.yaml").write_text(f"defaults: [{own}, {other}]\n{text}")
+        with pytest.raises(ValueError, match=r"my\.yaml takes values from .*; give the resolved"):
+            translate("verl", tmp_path / "run.sh")
 
 
 def test_variables_without_a_value_are_named(tmp_path):
@@ -464,7 +539,23 @@ def test_what_python_does_not_spell_is_a_hole(tmp_path):
     assert "'**': ???" in done.text("x.py")
 
 
-NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM", "a session", *[*SCRIPTS][-4:])
+def test_what_python_assigns_or_makes_of_the_classes_is_a_hole(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "from trl import GRPOConfig as Config, GRPOTrainer\nclass Mine(GRPOTrainer): pass\n"
+        "args = Config(max_steps=2, beta=0.5)\n"
+        "args = Config(max_steps=9, seed=1, model_init_kwargs={'dtype': 'float32'}, logging_steps=1)\n"
+        "args.num_generations += 2\nargs.logging_steps = 5\nnew = partial(Config, temperature=0.5)\n"
+        "model = AutoModelForCausalLM.from_pretrained('M', load_in_4bit=True)\n"
+    )
+    done = translate("trl", tmp_path / "x.py")
+    assert {"group_size", "class Mine", "partial", "load_in_4bit"} <= done.holes.keys()
+    assert (done.keys["steps"], done.keys["loss.kl_coef"], done.keys["model.dtype"]) == (9, 0, "float32")
+    assert done.remarks[0] == "The file has several GRPOConfig; this is the last one's."
+
+
+NOT_PLAIN = {"missing programs and files", "answers and limits", "nodes of SLURM", "a session"} | {
+    *[*SCRIPTS][-4:]
+}
 """Scripts that bash alone ends, because this machine is not theirs."""
 
 

@@ -4,7 +4,17 @@ name=${EQLEN_NAME:-${0##*/}}; unset EQLEN_NAME
 case ${name##*/} in
   python*) [[ $1 == -c && -x /usr/bin/python3 ]] && exec /usr/bin/python3 "$@" ;;  # a value of the script
 esac
-printf '%s\0' "$PWD" "$name" "$@" > "$(mktemp "/work/.eqlen/record/$EPOCHREALTIME.XXXXXX")"
+words=()
+for word; do  # YAML files by their paths, those of other folders copied
+  file=${word#*=}
+  if [[ $file == *.y?(a)ml && -f $file ]]; then
+    word=${word%"$file"} file=$(realpath -s "$file")
+    [[ $file == /work/* ]] || { cp "$file" "/work/.eqlen/here/.eqlen-${file//\//-}"; file=/work/.eqlen/here/.eqlen-${file//\//-}; }
+    word+=$file
+  fi
+  words+=("$word")
+done
+printf '%s\0' "$name" "${words[@]}" > "$(mktemp "/work/.eqlen/record/$EPOCHREALTIME.XXXXXX")"
 case $name in
   scontrol) [[ $* != "show hostnames"* ]] || echo localhost ;;
   ssh) exec bash -c "${*: -1}" ;;
