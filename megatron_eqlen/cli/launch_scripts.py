@@ -217,6 +217,11 @@ def launched(
 
 def _furnished(root: Path, script: Path) -> bytes:
     """Return the folder that a script starts in, packed: its repository's small files, and stand-ins."""
+
+    def may_run(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.mode = 0o755
+        return member
+
     packed, found = io.BytesIO(), {root: None, script: None}
     # The script's own folder comes first, so that the limits leave out the rest.
     for folder, inner, names in chain(os.walk(script.parent), os.walk(root)):
@@ -228,5 +233,5 @@ def _furnished(root: Path, script: Path) -> bytes:
             place, archive.dereference = path.relative_to(root), path.is_file()  # a link's content is copied
             fits = path.stat().st_size <= MOST_BYTES if path.is_file() else path.is_dir()
             if fits and len(place.parts) <= DEEPEST and os.access(path, os.R_OK):
-                archive.add(path, f".eqlen/here/{place}", False, filter=lambda one: one.replace(mode=0o755))
+                archive.add(path, f".eqlen/here/{place}", recursive=False, filter=may_run)
     return packed.getvalue()
