@@ -398,6 +398,8 @@ SCRIPTS = {
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
     "a program at a path": 'set -eu\nP=${P:-~/conda/bin}\nN=6 "$P/python3" -m verl.trainer.main_ppo BASE '
     "actor_rollout_ref.rollout.n=$N || exit 1",
+    "halves of quotes and substitutions": "set -xeuo pipefail\nM=/x/y\nS=$(basename $M)\nW='/a b' V=\"/c d\" "
+    "RUN n=6\nX=`basename $M` Y=$(($(echo 1) + 1))",
     "a program left running": "nohup /opt/bin/python3 -m verl.trainer.main_ppo BASE "
     "actor_rollout_ref.rollout.n=6 > x.log 2>&1 &",
     "a job of SLURM on standard input": "sbatch --nodes=3 <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n"

@@ -57,7 +57,8 @@ eqlen_program() { # a program at a path that is not here, or another machine's l
   local word words
   IFS=$' \t\n' read -ra words <<< "$1"
   for word in "${words[@]}"; do [[ $word == [A-Za-z_]*=* ]] || break; done
-  [[ $word != *[\`\(\;]* ]] || return 0
+  word=${word//[\"\']/} # the half of a quoted text, or of ``$(basename $X)``, is no program
+  [[ $word != *[!A-Za-z0-9_./~+@\$\{\}:-]* ]] || return 0
   shift; eval "set -- $word"
   [[ $1 == */* && $1 != *[!A-Za-z0-9_./+-]* ]] || return 0
   [[ ! -e $1 || ${1##*/} == @(python*|torchrun|accelerate|deepspeed|trl) ]] || return 0
