@@ -42,9 +42,7 @@ PYTHON_CALLS = re.compile("GRPOConfig|GRPOTrainer|LoraConfig|get_peft_model|Mode
 # Arguments of TRL's classes that are no options.
 OBJECTS = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 # What a configuration takes its defaults from that is verl's: its values are those of others_defaults.yaml.
-OWN_CONFIGS = (
-    r".*hydra/.*|.*?(\w+)(@.*)?': '\1'}|(.*\W)?(_self_|ppo\w*_trainer|(dp|hf|legacy|megatron)_\w+)\W*"
-)
+BASES = r".*hydra/.*|.*?(\w+)(@.*)?': '\1'}|(.*\W)?(_self_|ppo\w*_trainer|(dp|hf|legacy|megatron)_\w+)\W*"
 
 
 def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, 
     paths = [str(options[key]) for key in ("config", "config_file") if key in options and trainer == "trl"]
     if name and trainer == "verl" and (keys or "verl" in str(options.get("program"))):
         given = (options[key] for key in ("config_path", "cp", "config_dir", "cd") if key in options)
-        paths = [] if re.fullmatch(OWN_CONFIGS, name) else [f"{next(given, 'config')}/{name}.yaml"]
+        paths = [] if re.fullmatch(BASES, name) else [f"{next(given, 'config')}/{name}.yaml"]
     for path in paths:
         keys = _of_yaml(path, file, written) | keys  # what the command gives comes first
     return keys | {key: options[key] for key in options if trainer != "verl" or key == "program"}
@@ -143,7 +141,7 @@ def _of_yaml(path: str, file: Path, written: Mapping[str, str]) -> dict[str, Any
     if not isinstance(tree, dict):  # nothing, where a program writes it
         raise ValueError(f"{path}: expected a mapping of keys or a list of arguments, found {tree!r:.80}")
     defaults = [str(each) for each in tree.get("defaults", [])]
-    if others := ", ".join(each for each in defaults if not re.fullmatch(OWN_CONFIGS, each)):
+    if others := ", ".join(each for each in defaults if not re.fullmatch(BASES, each)):
         raise ValueError(
             f"{path} takes values from {others}; give the resolved configuration (--cfg job --resolve)"
         )
@@ -211,7 +209,8 @@ def launched(
     def recorded(folder: str) -> list[list[str]]:
         return [text_of(name).split("\0")[:-1] for name in sorted(files) if f".eqlen/{folder}/" in name]
 
-    written = {f"{root}/{name.split('here/', 1)[-1]}": text_of(name) for name in files if name.endswith("ml")}
+    yamls = (name for name in files if name.endswith((".yaml", ".yml")))
+    written = {f"{root}/{name.split('here/', 1)[-1]}": text_of(name) for name in yamls}
     return recorded("record"), [name for (name,) in recorded("missing")], written, end
 
 
@@ -230,8 +229,9 @@ def _furnished(root: Path, script: Path) -> bytes:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(Path(__file__).with_name("launch"), ".eqlen")
         for path in islice(found, MOST_FILES):
-            place, archive.dereference = path.relative_to(root), path.is_file()  # a link's content is copied
-            fits = path.stat().st_size <= MOST_BYTES if path.is_file() else path.is_dir()
+            place, is_file = path.relative_to(root), path.is_file()
+            archive.dereference = is_file  # a link's content is copied
+            fits = path.stat().st_size <= MOST_BYTES if is_file else path.is_dir()
             if fits and len(place.parts) <= DEEPEST and os.access(path, os.R_OK):
                 archive.add(path, f".eqlen/here/{place}", recursive=False, filter=may_run)
     return packed.getvalue()

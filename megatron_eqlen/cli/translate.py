@@ -65,7 +65,7 @@ class Translation:
         """Return the recipe as YAML, what became of their keys as comments above it."""
         template = Path(__file__).with_name("translation.jinja").read_text(encoding="utf-8")
         head = Template(template, trim_blocks=True).render(source=source, done=self, effects=EFFECTS)
-        ours = {key: value for key, value in self.keys.items() if key.split(".")[0] in Recipe.model_fields}
+        ours = {key: value for key, value in self.keys.items() if _is_ours(key)}
         # A key of theirs without a counterpart stays dotted: a hole under a name that no recipe has.
         tree = nested(ours) | {key: value for key, value in self.keys.items() if key not in ours}
         return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(tree)
@@ -93,7 +93,7 @@ class Translation:
         """Return one of ``keys``; ``default`` for none and for what is no number, which is a hole."""
         with suppress(TypeError, ValueError):
             return float(self.keys.get(name, default))
-        if not (name.split(".")[0] in Recipe.model_fields or NOTHING.fullmatch(str(self.keys[name]).lower())):
+        if not (_is_ours(name) or NOTHING.fullmatch(str(self.keys[name]).lower())):
             ours = next(row.ours for row in table()[self.trainer] if row.part == name)
             self.hole(ours, name, f"{', '.join(self.sources[name])}={self.keys[name]}: expected a number")
             self.keys[name] = None
@@ -315,9 +315,8 @@ def _add_data(done: Translation) -> None:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("dataset_test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
         if "evaluation.every" not in keys:
-            done.change(
-                "evaluation.every", "eval_strategy", f"0, at both ends; there {keys['eval_strategy']}"
-            )
+            text = f"0, before and after training; there: {keys['eval_strategy']}"
+            done.change("evaluation.every", "eval_strategy", text)
     keys[TESTS] = [{"name": name, **read, "path": path} for name, path in tests.items()]
     if "sampled" in keys and not done.is_on("sampled") and re.match(r"0\.[3-6]", done.version):
         keys["evaluation.temperature"] = 0
@@ -336,7 +335,7 @@ def _add_data(done: Translation) -> None:
 def _check(done: Translation) -> None:
     """Give values the types of their keys, drop parts, and take out the values that a recipe refuses."""
     needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
-    done.keys = {key: value for key, value in done.keys.items() if key.split(".")[0] in Recipe.model_fields}
+    done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
     keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()
     # Each round takes out the value that a recipe refuses, until the rest is a recipe.
     while not typed:
@@ -382,6 +381,10 @@ def _refuse(key: str, why: str, done: Translation) -> None:
         if of_engine and "expected" not in why:  # no value helps
             hole, named = named, f"{done.keys.pop(key)!s:.60}"
         done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}".removeprefix(": "))
+
+
+def _is_ours(key: str) -> bool:
+    return key.split(".")[0] in Recipe.model_fields
 
 
 def _popped(keys: dict[str, Any], at: str) -> dict[str, Any]:
