@@ -175,8 +175,7 @@ def plan_rows(
         items = np.array(chosen, np.int64)
         rows = [items[row] for row in first_fit_decreasing(sizes[items], max_tokens_per_row)]
         # rows at the same place on different ranks get similar work
-        rows.sort(key=lambda row: -costs[row].sum())
-        ranks.append(rows)
+        ranks.append(sorted(rows, key=lambda row: -costs[row].sum()))
     # all ranks compute equally many rows, as their collectives require
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of
