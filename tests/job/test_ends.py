@@ -127,16 +127,12 @@ def test_what_a_run_has_started_ends_with_it_in_whatever_session(how, number):
 
 
 FIRST = "megatron_eqlen.processes.failures"
-STATUS, INSPECT, TRAIN = (
-    ["status", "."],
-    ["inspect", "."],
-    ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"],
-)
+STATUS, CHECK, TRAIN = ["status", "."], ["check"], ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"]
 
 
 @pytest.mark.parametrize(("command", "module"), [
     (STATUS, FIRST),
-    (INSPECT, "pyarrow"),
+    (CHECK, "pyarrow"),
     (TRAIN, "torch"),
 ])  # fmt: skip
 def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(command, module):

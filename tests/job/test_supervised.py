@@ -68,14 +68,14 @@ def test_benchmarks_are_answered_with_the_trained_weights(home, recipe):
     assert (run_folder / "adapter").is_dir()
 
 
-def test_a_tiny_model_is_warmed_up_on_its_answers(tmp_path):
+def test_a_tiny_model_is_warmed_up_on_its_answers_and_the_same_arguments_give_the_same_weights(tmp_path):
     rows = [{"question": f"{n}?", "answer": f"{n}"} for n in range(8)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, steps in (("random", "0"), ("warm", "2")):
+    for name, steps in (("random", "0"), ("first", "2"), ("second", "2")):
         files = ("--data", tmp_path / "mine.jsonl", "--out", tmp_path / name)
         run("tools/make_tiny_model.py", *files, "--steps", steps, "--batch-size", "4", "--processes", "1")
-    random, warm = (tmp_path / name / "model.safetensors" for name in ("random", "warm"))
-    assert random.read_bytes() != warm.read_bytes()
-    tokenizers = [load_tokenizer(model.parent) for model in (random, warm)]
-    require_same(*tokenizers)
-    assert tokenizers[0].eos_token_ids == tokenizers[1].eos_token_ids
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("random", "first", "second")]
+    assert weights[0] != weights[1] == weights[2]
+    first, random = (load_tokenizer(tmp_path / name) for name in ("first", "random"))
+    require_same(first, random)
+    assert first.eos_token_ids == random.eos_token_ids
