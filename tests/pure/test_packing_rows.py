@@ -206,6 +206,20 @@ def test_ranks_get_equal_cost_and_rows():
     assert sum(len(row) for rows in planned.ranks for row in rows) == len(trees), "a tree that fits is whole"
 
 
+def test_ranks_begin_with_their_costliest_row_though_another_is_fuller():
+    leaves = [[5] * 20, [80]]  # a star costs less than a chain of fewer tokens
+    trees = [
+        TokenTree(f"{number}", [Node(-1, Tokens.of([1, 1])), *(one_leaf(length) for length in lengths)])
+        for number, lengths in enumerate(leaves * 2)
+    ]
+    planned = plan_rows(trees, 101, data_parallel=2, pair_cost=1.0)
+    assert [[planned.sizes[row].sum() for row in rows] for rows in planned.ranks] == [[81, 101], [81, 101]]
+
+
+def one_leaf(length: int) -> Node:
+    return Node(0, Tokens.of([1] * length, [0.0] * length), 1.0, 1.0)
+
+
 def test_nothing_to_train_gives_padding_rows():
     ranks = pack([caterpillar([3], dead=frozenset({0}))], 16, data_parallel=2, multiple_of=8)
     for rank in ranks:
