@@ -39,6 +39,8 @@ HYDRA = re.compile(r"\+{0,2}(~\w+(?:\.[\w-]+)+|(?:[a-z]\w*|[\w@]+(?:[./][\w@*-]+
 # ``python3.12``, ``/opt/bin/torchrun``
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = re.compile("GRPOConfig|GRPOTrainer|LoraConfig|get_peft_model|ModelConfig|ScriptArguments")
+# ``setattr(args, "beta", 0.1)``, ``dataclasses.replace(args, beta=0.1)``, ``vars(args).update(beta=0.1)``
+CHANGES = re.compile("setattr|replace|update")
 # Arguments of TRL's classes that are no options.
 OBJECTS = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 # What a configuration takes its defaults from that is verl's: its values are those of others_defaults.yaml.
@@ -162,18 +164,24 @@ def _of_python(text: str, remarks: list[str]) -> dict[str, Any]:
                 own = ("r", "lora_alpha") if name[0] == "LoraConfig" else ()  # 8, unless it says
                 words = {word.arg or "**": word.value for word in node.keywords}
                 calls[name[0]] = dict.fromkeys(own, ast.Constant(8)) | words
+            case ast.Call(func, words, given) if CHANGES.fullmatch(ast.unparse(func).rpartition(".")[2]):
+                names = [word.arg for word in given] + [ast.unparse(word).strip("'\"") for word in words[1:2]]
+                later |= {key: node for key in names if _acts(key)}
             case ast.ClassDef(bases=[of, *_]) | ast.Call(_, [ast.Name() | ast.Attribute() as of, *_]):
                 is_theirs = PYTHON_CALLS.fullmatch(ast.unparse(of).rpartition(".")[2])
                 later |= {ast.unparse(node).partition("(")[0]: of} if is_theirs else {}
             case ast.Attribute(ast.Name(of), key, ast.Store()) if of != "self":
-                row = row_of("trl", key)
-                later |= {key: node} if row and not row.irrelevant else {}
+                later |= {key: node} if _acts(key) else {}
             case ast.keyword("load_in_4bit" | "load_in_8bit" as key, value):
                 later[key] = value
     words = {k: v for given in (*calls.values(), later) for k, v in given.items() if k not in OBJECTS}
     texts = {key: str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for key, v in words.items()}
     named = {key for key, v in words.items() if any(isinstance(node, ast.Name) for node in ast.walk(v))}
     return texts | {key: f"${{{key}: {texts[key]}}}" for key in named - {"reward_funcs"}}
+
+
+def _acts(key: str | None) -> bool:
+    return bool((row := row_of("trl", str(key))) and not row.irrelevant)
 
 
 def listed(value: Any) -> list[str]:

@@ -270,6 +270,9 @@ def _add_batches(done: Translation) -> None:
         keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
     if 0 < number("row_tokens") < longest and {*done.sources["row_tokens"]} & done.theirs.keys():
         done.change("packing", "row_tokens", f"{longest:g}: a row holds a prompt with its longest response")
+    if 0 < number("context") < longest:
+        text = f"a prompt with its response has up to {longest:g} tokens, there {number('context'):g}"
+        done.change("rollout.max_response_length", "context", text)
     if name := re.sub(r"[^\w.,=+@ -]+", "-", str(keys.get("experiment", ""))).strip("-"):
         keys["name"] = name[:100]
     if "wandb" in str(keys.get("logger", "")) or done.is_on("use_wandb"):
@@ -304,6 +307,8 @@ def _add_data(done: Translation) -> None:
         done.change(key, "train_files", ours[key])
     if "model.path" not in keys:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
+    if done.is_on("load") and keys["load"] != done.theirs.get("save"):
+        done.change("model.path", "load", "training begins with that checkpoint there, if any: convert it")
     if not files:
         done.hole(f"{SOURCES}.0.path", "", "the training data, or its name on the hub")
     # slime's are pairs of name and file, or one file; verl's are files.

@@ -80,7 +80,7 @@ class Run:
             return False
         if distributed.is_rank0():
             self.folder.stop.unlink()
-            self.session.events.note("stopped", step=self.steps, text="before it began")
+            self.session.events.note("stopped", text="before it began")
             self.session.progress.say(
                 f"stopped before it began, as {self.folder.stop} asked; the same command starts it"
             )

@@ -163,6 +163,11 @@ ENDS = [
     ("verl", "actor_rollout_ref.rollout.response_length=99", SAME, {"rollout.max_response_length": 99}),
     ("verl", "actor_rollout_ref.rollout.response_length=${oc.select:data.max_response_length,9}", SAME,
      {"rollout.max_response_length": 512}),
+    ("verl", "actor_rollout_ref.rollout.max_model_len=700", CHANGED, {"rollout.max_response_length": 512}),
+    ("verl", "actor_rollout_ref.rollout.max_model_len=1024", SAME, {"rollout.max_response_length": 512}),
+    ("verl", "actor_rollout_ref.rollout.max_model_len=null", NOTHING, None),
+    ("slime", "--sglang-context-length=96", CHANGED, None),
+    ("slime", "--load=/earlier", CHANGED, None),
     ("verl", "actor_rollout_ref.rollout.over_sample_rate=0.1", HOLE,
      "actor_rollout_ref.rollout.over_sample_rate"),
     ("verl", "skip.rollout.enable=True", HOLE, "skip.rollout.enable"),
@@ -547,10 +552,14 @@ def test_what_python_assigns_or_makes_of_the_classes_is_a_hole(tmp_path):
         "args = Config(max_steps=2, beta=0.5)\n"
         "args = Config(max_steps=9, seed=1, model_init_kwargs={'dtype': 'float32'}, logging_steps=1)\n"
         "args.num_generations += 2\nargs.logging_steps = 5\nnew = partial(Config, temperature=0.5)\n"
+        "setattr(args, 'top_p', 0.9)\nargs = replace(args, learning_rate=5e-6)\nvars(args).update(top_k=3)\n"
+        "setattr(args, 'logging_steps', 2)\nname = name.replace('/', '-')\n"
         "model = AutoModelForCausalLM.from_pretrained('M', load_in_4bit=True)\n"
     )
     done = translate("trl", tmp_path / "x.py")
-    assert {"group_size", "class Mine", "partial", "load_in_4bit"} <= done.holes.keys()
+    changed = {"group_size", "rollout.top_p", "optimizer.lr", "rollout.top_k"}
+    assert done.holes.keys() >= changed | {"class Mine", "partial", "load_in_4bit"}
+    assert "logging_steps" not in done.holes
     assert (done.keys["steps"], done.keys["loss.kl_coef"], done.keys["model.dtype"]) == (9, 0, "float32")
     assert done.remarks[0] == "The file has several GRPOConfig; this is the last one's."
 
