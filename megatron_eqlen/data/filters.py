@@ -35,8 +35,7 @@ class Exclusion:
 
 
 def filter_rows(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> Iterator[Problem]:
-    """Yield the rows that pass the source's filters; every other row is counted in ``tally``. Of equal
-    questions the first is kept, unless ``keep_duplicates``."""
+    """Yield the rows that pass the filters, the first of equal questions; count others in ``tally``."""
     exclusion = Exclusion(read_questions(Path(source.exclude))) if source.exclude else None
     bounded = source.min_difficulty is not None or source.max_difficulty is not None
     lowest = -inf if source.min_difficulty is None else source.min_difficulty
@@ -63,6 +62,8 @@ def read_questions(path: Path) -> Iterator[str]:
         try:
             text = line.decode().strip()
             question = parse_json(text) if text.startswith('"') else text
+            if text.startswith('{"'):
+                raise ValueError("found a record")
         except ValueError as error:
             raise ValueError(f"{path}: line {number}: expected text or a JSON string: {error}") from None
         if question:

@@ -62,6 +62,7 @@ class FirstReward:
     cause: str = ""
     """Why no response will earn a reward, if that can be seen; or which has none."""
     failure: str = ""
+    is_unnamed: bool = False
     of_benchmark: bool = False
     seconds: float = 0.0
     """Longest time that a reward function of the user's own took for one of the answers."""
@@ -89,7 +90,7 @@ def first_rewards(
     """Return the first reward of each source and benchmark. A user's own grader grades further rows, too.
     Raises ValueError, naming source and row, for an error of a grader, and as ``read_benchmark``."""
     benchmarks = [source.benchmark(benchmark) for benchmark in recipe.evaluation.benchmarks]
-    return [
+    found = [
         replace(_first_reward(prompts, scorer, tokenizer), of_benchmark=of_benchmark)
         for of_benchmark, samples in ((False, source.samples(TRIED)), (True, benchmarks))
         for prompts in samples
@@ -97,6 +98,11 @@ def first_rewards(
         if prompts and prompts[0].grader != DEMONSTRATION
         if prompts[0].grader != "code" or len(prompts[0].gold) <= LARGEST_TESTS
     ]
+    names = ", ".join(recipe.reward.weights)
+    if unnamed := [first for first in found if first.is_unnamed and not first.of_benchmark and names]:
+        where = f"{unnamed[0].name}: {unnamed[0].grader}"
+        raise ValueError(f"{where}: expected rewards named {names} (reward.weights), found one unnamed")
+    return found
 
 
 def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
@@ -155,7 +161,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
                 "(data.instruction; a chat keeps its own), or name a grader that reads it"
             )
     seconds = max(grade.seconds for grade in grades) * is_import_path(prompt.grader)
-    return FirstReward(prompt.source, prompt.grader, rewards, cause, failure, seconds=seconds)
+    unnamed = any(grade.verdict == "scored" and not grade.rewards for grade in grades)
+    return FirstReward(prompt.source, prompt.grader, rewards, cause, failure, unnamed, seconds=seconds)
 
 
 def refuse_unfit(rewards: Iterable[FirstReward]) -> None:

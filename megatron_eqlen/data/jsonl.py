@@ -9,6 +9,7 @@ what the file has.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -35,7 +36,7 @@ from megatron_eqlen.graders.math.answer import normalize
 from megatron_eqlen.hf.dataset_files import split_of
 from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, reference
+from megatron_eqlen.rewards.functions import KINDS, RewardFunction, is_reward_function, reference
 
 GRADERS = ("math", "code")
 DEMONSTRATION = "demonstration"
@@ -78,8 +79,7 @@ def read(
 
 
 def read_aime(path: Path, tally: Tally, **settings: Any) -> Iterator[Problem]:
-    """Yield the rows of an AIME, as ``read``. Golds are integers from 0 to 999 without leading zeros and
-    units: ``070`` and ``70^\\circ`` are both 70."""
+    """Yield the rows of an AIME, as ``read``. Golds are 0 to 999: ``070`` and ``70^\\circ`` are both 70."""
     for row in read(path, tally, **settings):
         if integer := _AIME_ANSWER.fullmatch(normalize(row.gold)):
             yield replace(row, gold=integer[1])
@@ -129,10 +129,15 @@ def _row(
     if "answer" not in fields and (function is None or function.needs_gold):
         raise BadRow("missing_column", layout.missing("answer"))
     if function is not None:
-        # Values that the function's parameters name, beside the gold.
-        extra = {name: value_at(record, name) for name in function.columns(layout.names)}
+        # Values that the function's parameters name, beside the gold. Question and answer are known otherwise
+        # where a row has none of this name, or where the recipe's `columns` take them from another column.
+        known = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
+        extra = {name: value for name, value in known.items() if value is not None or name not in KINDS}
+        extra = {name: extra[name] for name in extra if name in layout.places.get(name, (name,))}
         answer = reference(fields.get("answer", ""), extra)
     else:
+        if grader == "math" and isinstance(fields["answer"], list):  # the roots 1 and -1
+            fields["answer"] = json.dumps([*map(str, fields["answer"])])
         answer = answer_field(fields, "answer")
         answer = final_answer(answer) if grader == "math" else answer
     return Problem(row_id, question, answer, grader, difficulty, instruction, messages=messages)

@@ -126,7 +126,7 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     if sample:
         _check_columns(file, columns, names, sample, grader)
     # Optional columns have our names, the others known ones; the recipe's ``columns`` overrule both.
-    places = {name: (name,) for name in OPTIONAL if _has(sample, name) and name not in columns.values()}
+    places = {name: (name,) for name in OPTIONAL if name not in columns.values()}
     places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
     places |= {ours: (place,) for ours, place in columns.items()}
     return Layout(file, places, names, _told(places, sample))

@@ -1,6 +1,5 @@
 """LiveCodeBench: ``test*.jsonl`` with problem text, contest date, public tests (JSON) and private tests:
-JSON, or base64 of zlib of a pickle of a JSON text. The pickle is never executed: its text is extracted, and a
-pickle of anything else is refused."""
+JSON, or base64 of zlib of a pickle of a JSON text, which is read without executing it; others are refused."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
 
 def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """Return the rows of a prepared file, which holds no question twice, that pass the filters. These read
-    questions but no golds, which are most of the file."""
+    """Return the rows of a prepared file that pass the filters, which read no golds, most of the file."""
     stored = prepared.PreparedRows(local_path(source))
     if not has_filters(source):
         return stored

@@ -63,8 +63,7 @@ class _NoValue(ValueError):
 
 
 class RewardFunction:
-    """The function at the import path ``path``; ``key``: the recipe's, for messages. Raises ValueError for a
-    function without a parameter that takes the response."""
+    """The function at ``path``; ``key``: the recipe's. Raises ValueError if it takes no response."""
 
     def __init__(self, path: str, key: str) -> None:
         self.path = path

@@ -96,8 +96,8 @@ class Scorer:
         ``reward.on_error: end``, raises a grader's error, with a note that names the prompt, or UnscoredError
         for a late one.
         """
-        started = time.monotonic()
-        ended = list(_ended(rollouts))
+        started, ended = time.monotonic(), list(_ended(rollouts))
+        deadline = started + seconds
         # equal responses to a prompt share a key and are graded once
         ungraded = {entry.key: entry for entry in ended if entry.part.grade is None}
         try:
@@ -109,11 +109,11 @@ class Scorer:
             now = {key: entry for key, entry in ungraded.items() if key not in self._background}
             responses = [entry.response for entry in now.values()]
             texts, prompts = map(self._tokenizer.decode, responses), [entry.prompt for entry in now.values()]
-            grades = dict(zip(now, self.grade_texts([*texts], prompts, responses), strict=True))
+            grades = dict(zip(now, self.grade_texts([*texts], prompts, responses, deadline), strict=True))
             # last come the pools' grades, which may be late
             waiting = time.monotonic()
             due = {key: entry.prompt for key, entry in ungraded.items() if key not in grades}
-            grades |= self._collect(due, seconds)
+            grades |= self._collect(due, deadline)
             waited = time.monotonic() - waiting
         finally:
             self._background.give_up()
@@ -134,8 +134,10 @@ class Scorer:
         texts: Sequence[str],
         prompts: Sequence[Prompt],
         token_ids: Sequence[Sequence[int] | TokenIds] | None = None,
+        deadline: float = math.inf,
     ) -> list[Grade]:
-        """Grade response texts in this thread. ``token_ids``: for reward functions that ask for them."""
+        """Grade response texts in this thread. ``token_ids``: for reward functions that ask for them, of
+        which none is called after ``deadline``, in seconds of ``time.monotonic``."""
         grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
         ids = token_ids or [()] * len(texts)
@@ -143,14 +145,15 @@ class Scorer:
             by_grader[prompt.grader].append(number)
         for name, numbers in by_grader.items():
             if function := self._function(name):
-                calls = [partial(_call, function, prompts[n], texts[n], ids[n]) for n in numbers]
-                grades |= {n: self._attempt(call) for n, call in zip(numbers, calls, strict=True)}
+                calls = {n: partial(function.grade, prompts[n], texts[n], ids[n]) for n in numbers}
+                grades |= {n: self._attempt(calls[n], prompts[n], deadline) for n in numbers}
             else:
                 batch = partial(_grade_batch, self._grader(name), name, texts, prompts)
                 try:
                     grades |= zip(numbers, batch(numbers), strict=True)
                 except FAILURES:  # each alone says which
-                    grades |= {n: self._attempt(lambda n=n, batch=batch: batch([n])[0]) for n in numbers}
+                    alone = {n: partial(lambda batch, n: batch([n])[0], batch, n) for n in numbers}
+                    grades |= {n: self._attempt(alone[n], prompts[n]) for n in numbers}
         return [weighed(grades[number], self._reward.weights) for number in range(len(texts))]
 
     def close(self) -> None:
@@ -160,25 +163,24 @@ class Scorer:
             grader.close()
         self._graders.clear()
 
-    def _collect(self, begun: Mapping[Key, Prompt], seconds: float) -> dict[Key, Grade]:
-        """Wait for grades that were begun, at most ``seconds`` in all."""
-        deadline = time.monotonic() + seconds
+    def _collect(self, begun: Mapping[Key, Prompt], deadline: float) -> dict[Key, Grade]:
+        """Wait until ``deadline`` for grades that were begun."""
 
-        def grade(key: Key, prompt: Prompt) -> Grade:
-            with naming(prompt.prompt_id):
-                with _own(prompt.grader):
-                    answer = self._background.grade(key, deadline)
-                if answer is None:
-                    late = f"no verdict {seconds:g} s after the harvest (reward.step_timeout)"
-                    raise UnscoredError(late)
-                return answer
+        def grade(key: Key, prompt: Prompt) -> Grade | None:
+            with _own(prompt.grader):
+                return self._background.grade(key, deadline)
 
-        return {key: self._attempt(partial(grade, key, prompt)) for key, prompt in begun.items()}
+        return {key: self._attempt(partial(grade, key, prompt), prompt) for key, prompt in begun.items()}
 
-    def _attempt(self, work: Callable[[], Grade]) -> Grade:
-        """Return the grade of a response, unscored if its grader fails, unless ``reward.on_error: end``."""
+    def _attempt(self, work: Callable[[], Grade | None], prompt: Prompt, deadline: float = math.inf) -> Grade:
+        """Return a response's grade; unscored if its grader fails or is late, unless ``on_error: end``."""
         try:
-            return weighed(work(), self._reward.weights)
+            beat()
+            with naming(prompt.prompt_id):
+                if time.monotonic() > deadline or (grade := work()) is None:
+                    limit = f"{self._reward.step_timeout:g} s after the harvest (reward.step_timeout)"
+                    raise UnscoredError(f"no verdict {limit}")
+            return weighed(grade, self._reward.weights)
         except FAILURES as error:
             if self._reward.on_error == "end":
                 raise
@@ -209,12 +211,6 @@ def weighed(grade: Grade, weights: Mapping[str, float]) -> Grade:
             f"; found {', '.join(grade.rewards)}"
         )
     return replace(grade, reward=sum(weight * grade.rewards[name] for name, weight in weights.items()))
-
-
-def _call(function: RewardFunction, prompt: Prompt, text: str, token_ids: Sequence[int] | TokenIds) -> Grade:
-    beat()
-    with naming(prompt.prompt_id):
-        return function.grade(prompt, text, token_ids)
 
 
 def _grade_batch(
@@ -359,13 +355,13 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
 
 def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     """Raise UnscoredError if more responses of all ranks lack a reward than allowed; one always may."""
-    kept, metrics = leave_out(rollouts, reward)
-    failed = metrics["reward/unscored"]
-    # what was dropped is not among those that ended
-    of = len(new_grades(kept)) + failed * (reward.on_error == "drop")
+    unscored = [part for rollout in rollouts for part in rollout.unscored() if not part.carried]
+    failed = len(unscored)
+    # where an environment failed, a response has no end
+    of = len(new_grades(rollouts)) + sum(part.finish_reason != "stop" for part in unscored)
     if failed > max(1, reward.max_unscored * of):
         raise UnscoredError(
-            f"{failed:.0f} of {of:.0f} responses of a step have no reward, more than reward.max_unscored: "
+            f"{failed} of {of} responses of a step have no reward, more than reward.max_unscored: "
             f"{reward.max_unscored:g} allows: {unscored_causes(rollouts)[0]}; the step is recorded, the same "
             "command grades it again"
         )

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from megatron_eqlen.data.filters import read_questions
 from megatron_eqlen.data.first_rewards import first_reward, first_rewards, refuse_unfit
 from megatron_eqlen.data.jsonl import read_aime
 from megatron_eqlen.data.layouts import final_answer
@@ -442,7 +443,7 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
         return PromptSource(recipe(rows_in(tmp_path, rows, grader=f"{__name__}:{name}")), tokenizer, 0)
 
     scorer, prompts = Scorer(RewardRecipe(), tokenizer), graded_by("fails_later")
-    whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]))
+    whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]), reward=RewardRecipe())
     (first,) = first_rewards(whole, prompts, scorer, tokenizer)
     assert re.match(r"deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError", first.cause)
     (first,) = first_rewards(whole, graded_by("fails_first"), scorer, tokenizer)
@@ -451,6 +452,11 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
     strict = Scorer(RewardRecipe(on_error="end"), tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError"):
         first_rewards(whole, prompts, strict, tokenizer)
+    weighed = SimpleNamespace(evaluation=whole.evaluation, reward=RewardRecipe(weights={"right": 1.0}))
+    with pytest.raises(
+        ValueError, match=r"expected rewards named right \(reward.weights\), found one unnamed"
+    ):
+        first_rewards(weighed, prompts, scorer, tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#0: .*:fails: KeyError"):
         first_rewards(whole, graded_by("fails"), scorer, tokenizer)
     whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=test.path)]
@@ -605,6 +611,16 @@ def test_rows_left_out_are_counted_by_reason(tokenizer, tmp_path):
     reasons = "difficulty duplicate empty_field excluded no_difficulty too_long unparseable_gold wrong_type"
     assert counted(prompts) == (1, dict.fromkeys(reasons.split(), 1))
     prompts.close()
+
+
+def test_a_list_of_questions_is_no_list_of_records(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"question": "What is 4 + 4?", "answer": 8}\n')
+    with pytest.raises(
+        ValueError, match=r"mine.jsonl: line 1: expected text or a JSON string: found a record"
+    ):
+        list(read_questions(tmp_path / "mine.jsonl"))
+    (tmp_path / "mine.txt").write_text("{1, 2}: how many subsets?\n")
+    assert [*read_questions(tmp_path / "mine.txt")] == ["{1, 2}: how many subsets?"]
 
 
 def test_rows_left_out_are_totalled_when_read_and_after_the_first_epoch(tokenizer, tmp_path, caplog):

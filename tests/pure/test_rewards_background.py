@@ -91,7 +91,7 @@ def begun(tmp_path, monkeypatch):
 
 @pytest.fixture
 def scorer(begun):
-    scorer = Scorer(RewardRecipe(workers=1), Letters())
+    scorer = Scorer(RewardRecipe(workers=1, step_timeout=2), Letters())
     yield scorer
     scorer.close()
 

@@ -163,12 +163,15 @@ def of_names(response):
     return {"right": response == "so", "brief": 0.5}
 
 
-def graded(tmp_path, function, row=ROW, completion="so", weights=()):
-    """Return the grade of a response to the question of a file."""
+def read_rows(tmp_path, rows, **keys):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [*open_source(SourceRecipe(name="sums", path=str(tmp_path), **keys), Tally())]
+
+
+def graded(tmp_path, function, row=ROW, completion="so", weights=(), others=(), **keys):
+    """Return the grade of a response to the last question of a file."""
     path = f"{__name__}:{function.__name__}"
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    source = SourceRecipe(name="sums", path=str(tmp_path), grader=path)
-    (problem,) = open_source(source, Tally())
+    problem = read_rows(tmp_path, [*others, row], grader=path, **keys)[-1]
     asked = Prompt("b", [1], problem.question, path, problem.gold, "sums")
     reward = RewardRecipe(weights=dict(weights), on_error="end")
     return Scorer(reward, Letters()).grade_texts([completion], [asked], [[7, 8]])[0]
@@ -179,6 +182,43 @@ def test_a_function_gets_what_its_parameters_name(tmp_path, function):
     grade = graded(tmp_path, function)
     assert (grade.reward, grade.verdict) == (1.0, "scored")
     assert grade.grader == f"{__name__}:{function.__name__}"
+
+
+def told(question, completion, answer, hint="none"):
+    return float((question, answer, hint) == ("2+2?", "4", "none"))
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+    {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+    {"question": None, "prompt": "2+2?", "answer": "4"},
+])  # fmt: skip
+def test_a_row_without_a_column_that_others_have_gives_what_is_known_by_its_name(tmp_path, row):
+    assert graded(tmp_path, told, row, others=[{"question": "1+1?", "answer": "2"}]).reward == 1.0
+
+
+def test_columns_of_the_recipe_come_before_those_of_the_functions_names(tmp_path):
+    row = {"question": "adding", "task": "2+2?", "answer": "it is 4", "short": "4"}
+    columns = {"question": "task", "answer": "short"}
+    assert graded(tmp_path, told, row, columns=columns).reward == 1.0
+
+
+def test_columns_that_begin_late_in_a_file_are_read(tmp_path):
+    early = [{"question": f"{n}+2?", "answer": n + 2} for n in range(120)]
+    row = {"question": "2+2!", "answer": "4", "hint": "none", "instruction": "Briefly."}
+    problems = read_rows(tmp_path, [*early, row], grader=f"{__name__}:told")
+    assert problems[-1].instruction == "Briefly."
+    assert json.loads(problems[-1].gold)["columns"]["hint"] == "none"
+    (*_, left) = read_rows(tmp_path, [*early, row | {"difficulty": 0.5}], grader=None)
+    assert left.difficulty == 0.5
+
+
+def test_a_list_of_golds_is_read_as_its_text_is(tmp_path):
+    rows = [
+        {"question": f"roots {n}", "answer": answer}
+        for n, answer in enumerate(([1, -1], ["1", "-1"], '["1", "-1"]'))
+    ]
+    assert [problem.gold for problem in read_rows(tmp_path, rows, grader="math")] == ["1, -1"] * 3
 
 
 @pytest.mark.parametrize(("function", "reward"), [(of_messages, 0.0), (of_trl_for_chats, 0.5)])

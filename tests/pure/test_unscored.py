@@ -1,5 +1,6 @@
 """Responses without a reward: what ``reward.on_error`` makes of them, and what dropping them estimates."""
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -206,6 +207,32 @@ def test_more_than_the_limit_end_the_run_and_one_never_does(unscored, ended, ref
         ends = pytest.raises(UnscoredError, match=f"{unscored} of {ended + unscored} .*: 0.1 .*the cause")
         with ends if refused else nullcontext():
             refuse_too_many([rollout], RewardRecipe(on_error=on_error))
+
+
+def test_the_limit_is_a_share_of_all_responses_also_where_a_stream_is_left_out_as_a_whole():
+    """5 of 60 are 8%, whatever their streams' other responses are."""
+    pairs = [[(ending("right"), ending("right")) for _ in range(2)] for _ in range(15)]
+    streams = [kit.stream(prompt(f"{HERE}:graded"), n, 0, two, "complete") for n, two in enumerate(pairs)]
+    ended = [part for stream in streams for part in stream.parts]
+    for number, part in enumerate(ended):
+        part.grade = Grade.unscored("late") if number % 12 == 0 else Grade(1.0, "scored")
+    refuse_too_many(streams, RewardRecipe(on_error="drop"))
+    ended[1].grade = ended[2].grade = Grade.unscored("late")
+    with pytest.raises(UnscoredError, match="7 of 60"):
+        refuse_too_many(streams, RewardRecipe(on_error="drop"))
+
+
+def slow(response: str) -> float:
+    time.sleep(0.2)
+    return 1.0
+
+
+def test_no_reward_function_is_called_after_the_steps_time_for_graders():
+    scorer = Scorer(RewardRecipe(workers=1, step_timeout=0.1), Letters())
+    rollout = group("one", "two", "three", grader=f"{HERE}:slow")
+    scorer.score([rollout], 0.1)
+    assert [part.grade.verdict for part in rollout.parts] == ["scored", "unscored", "unscored"]
+    assert "no verdict 0.1 s after the harvest (reward.step_timeout)" in unscored_causes([rollout])[0]
 
 
 def test_the_expected_step_of_what_is_kept_is_the_gradient_of_the_reward_given_no_failure():
