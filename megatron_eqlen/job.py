@@ -119,13 +119,30 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     return recipe_load.parse(raw, where, [lambda recipe: check_combination(Job(recipe))])
 
 
+OF_STEPS = (
+    "tokens_per_step", "carry_over", "max_staleness", "staleness", "on_sync", "keep_routes", "record_routes",
+    "center_scores",
+)  # fmt: skip
+
+
 def answering(recipe: Recipe, name: str) -> tuple[Recipe, BenchmarkRecipe]:
-    """Return the recipe that samples as the evaluation of benchmark ``name``, without what only training
-    reads, and that benchmark. Raises ValueError."""
+    """Return the recipe that samples as the evaluation of ``name``, and the benchmark. Raises ValueError."""
     benchmarks = {benchmark.name: benchmark for benchmark in recipe.evaluation.benchmarks}
     if name not in benchmarks:
         raise ValueError(f"--benchmark: expected one of {', '.join(benchmarks) or 'none'}, found {name!r}")
-    raw = recipe.of_benchmark(benchmarks[name]).model_dump(mode="json", exclude_unset=True)
-    for section in ("objective", "loss", "teacher", "equal_length", "tree_sampling", "optimizer"):
+    asked = recipe.of_benchmark(benchmarks[name])
+    if asked.group_size < 2 or not asked.rollout.temperature:
+        expected = "evaluation.samples above 1 and a temperature above 0"
+        raise ValueError(f"--benchmark {name}: expected {expected}, found one response to a problem")
+    raw = untrained(asked)
+    for section in ("objective", "teacher", "equal_length", "tree_sampling", "optimizer"):
         raw.pop(section, None)
+    # rounded weights are refused where no loss corrects for them
+    raw["loss"] = {"rollout_is": "token"} if asked.rollout.quantization else {}
     return parse(raw, f"--benchmark {name}"), benchmarks[name]
+
+
+def untrained(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's plain data, without the keys of ``rollout`` that only a step or its loss reads."""
+    raw = recipe.model_dump(mode="json", exclude_unset=True)
+    return raw | {"rollout": {key: v for key, v in raw.get("rollout", {}).items() if key not in OF_STEPS}}

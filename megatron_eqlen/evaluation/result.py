@@ -1,11 +1,10 @@
-"""The result of an evaluation: every sample's reward and length, the summary, and what was evaluated; and a
-run's evaluations, from the files in its folder."""
+"""Results of evaluations: rewards, lengths, what was evaluated; and a run's, from the files in its folder."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.files import expecting, read_json, write_json
 from megatron_eqlen.types import Metrics
+
+SHARED = 0.9
+"""Least share of a result's questions that all results must have to be compared on these."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class EvaluationResult:
     benchmark: str
     answers: list[Answers]
     manifest: dict[str, Any]
-    """Values that must be equal in two comparable results: files, questions, grader, sampling."""
+    """What was evaluated: files, questions, grader, sampling, model."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -97,16 +99,16 @@ class EvaluationResult:
 def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:
     """Return how much better ``after`` is, paired by problem; several results are of training runs that
     differ in their seed. Raises ValueError for different questions."""
-    _check_questions([*before, *after])
-    return statistics.paired_difference(_replicates(before), _replicates(after))
+    shared = _shared([*before, *after])
+    ours, theirs = shared[len(before) :], shared[: len(before)]
+    return statistics.paired_difference(_replicates(theirs), _replicates(ours))
 
 
 def over_seeds(results: list[EvaluationResult]) -> tuple[Interval, Interval]:
     """Return the accuracy over training runs that differ in their seed: headline, and the paper's interval. A
     run's samples are averaged first, so that the seeds are the replicates; with a single run its samples are.
     Raises ValueError for different questions."""
-    _check_questions(results)
-    scores = _replicates(results)
+    scores = _replicates(_shared(results))
     return statistics.crossed_bootstrap(scores), statistics.replicate_bootstrap(scores)
 
 
@@ -117,10 +119,17 @@ def _replicates(results: list[EvaluationResult]) -> np.ndarray:
     return np.stack([result.scores.mean(axis=0) for result in results])
 
 
-def _check_questions(results: list[EvaluationResult]) -> None:
-    for result in results[1:]:
-        if result.manifest["question_ids"] != results[0].manifest["question_ids"]:
-            raise ValueError(f"{result.benchmark}: the results are of different questions")
+def _shared(results: list[EvaluationResult]) -> list[EvaluationResult]:
+    """Return the results on the questions that all have: one without a reward is left out of an evaluation.
+    Raises ValueError if a result has less than nine tenths of another's."""
+    by_id = [{answers.prompt_id: answers for answers in result.answers} for result in results]
+    shared = [name for name in by_id[0] if all(name in of for of in by_id)]
+    if len(shared) < SHARED * max(map(len, by_id)):
+        alone = next(name for of in by_id for name in of if name not in shared)
+        raise ValueError(
+            f"{results[0].benchmark}: the results are of different questions: {alone} is not in all"
+        )
+    return [replace(r, answers=[of[name] for name in shared]) for r, of in zip(results, by_id, strict=True)]
 
 
 def write_results(path: Path, results: list[EvaluationResult]) -> None:

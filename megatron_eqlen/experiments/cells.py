@@ -102,7 +102,8 @@ class Plan:
         own = {"run_dir": None, "variant": {}, **(dict.fromkeys(UNITS) if self.sweep.reference else {})}
         seen, recipes = dict[tuple[str, str], str](), []
         for group, (cell, *_) in groupby(self.cells, key=lambda cell: cell.group):
-            recipes.append(self.some_recipe(cell))
+            # whatever its budget
+            recipes.append(cell.recipe(self.matched(1.0) if self.references(cell) else []))
             made = cell.recipe_file, recipes[-1].model_copy(update=own).model_dump_json()
             if (other := seen.setdefault(made, group)) != group:
                 raise RecipeError(f"{other} and {group}: expected methods that differ, found the same recipe")
@@ -131,10 +132,6 @@ class Plan:
         # Limits that the recipe has itself are taken away.
         limits = dict.fromkeys(UNITS, None) | {"steps": self.sweep.max_steps, self.sweep.match: amount}
         return [*map(_override, limits.items())]
-
-    def some_recipe(self, cell: Cell) -> Recipe:
-        """Return the cell's recipe, whatever its budget. Raises RecipeError."""
-        return cell.recipe(self.matched(1.0) if self.references(cell) else [])
 
 
 def _override(item: tuple[str, Any]) -> str:

@@ -38,6 +38,8 @@ ABOUT_DIFFERENCE = (
     "difference that as many seeds would have shown in 80% of experiments. Of a single seed: [95% bootstrap "
     "interval over samples and problems]."
 )
+ALIKE = ("sha256", "graders", "rollout")
+"""Values of evaluations that should be equal in a table: files, graders, sampling."""
 Kind = Literal["accuracy", "difference", "efficiency"]
 
 
@@ -147,8 +149,7 @@ def write(
 def make_table(
     title: str, kind: Kind, groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None
 ) -> Table:
-    """Return a table of ``kind``. ``baseline``: the method that differences are taken to; ``benchmarks``: the
-    benchmarks to show, in this order; default: all."""
+    """Return a table. ``baseline``: of differences; ``benchmarks``: those to show, in order; default: all."""
     if kind == "accuracy":
         return Table(title, accuracies(groups, benchmarks), [ABOUT_ACCURACY])
     if kind == "difference":
@@ -171,7 +172,7 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
     seeds: dict[str, int] = {}
     for group in groups:
         # The largest number: a method may have fewer seeds on one model than on another.
-        seeds[group.method] = max(len(group.runs), seeds.get(group.method, 0))
+        seeds[group.method] = max(len({run.recipe.seed for run in group.runs}), seeds.get(group.method, 0))
     return [{METHOD: row[METHOD], SEEDS: seeds[row[METHOD]]} | row for row in rows]
 
 
@@ -230,8 +231,8 @@ def _means(group: Group, benchmark: str) -> dict[int, float]:
 
 def efficiency(groups: Sequence[Group]) -> Rows:
     """Return the paper's table 2: means over each method's runs, with effective samples per generated token
-    too, rewards and lengths over the last tenth of the steps, and ratios to the first method's."""
-    rows: list[dict[str, Any]] = []
+    too, rewards and lengths over the last tenth of the steps, and ratios to the model's first method's."""
+    rows, firsts = list[dict[str, Any]](), dict[str, dict[str, Any]]()
     for group in (group for group in groups if group.method != BASE):
         row: dict[str, Any] = {
             METHOD: _label(group, groups),
@@ -244,8 +245,8 @@ def efficiency(groups: Sequence[Group]) -> Rows:
             "Reward": _mean(group, lambda run: run.reward),
             "Length": _mean(group, lambda run: run.length),
         }
-        # Ratios to the first method's row; its own are 1.
-        first = rows[0] if rows else row
+        # Ratios to the row of the model's first method; its own are 1.
+        first = firsts.setdefault(group.model, row)
         for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
             row[f"x first, {short}"] = row[name] / first[name] if first[name] else None
         rows.append(row)
@@ -262,7 +263,7 @@ def markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
 
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:
-    """Return warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
+    """Return what readers should know: runs that ended early, unequal budgets, unequal evaluations."""
     methods = [group for group in groups if group.method != BASE]
     # Runs that ended before their limits.
     notes = [note for group in methods for run in group.runs if (note := _short(_label(group, groups), run))]
@@ -278,6 +279,11 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
                 for group, spent in zip(mine, costs, strict=True)
             ]
             notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
+    # Then benchmarks that were not evaluated alike.
+    for name in dict.fromkeys(name for group in groups for run in group.runs for name in run.after):
+        asked = [result.manifest for group in groups for result in group.results(name)]
+        differ = [key for key in ALIKE if any(each.get(key) != asked[0].get(key) for each in asked)]
+        notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []
     return notes
 
 

@@ -3,10 +3,11 @@ differ, each counts as a method of its own, named by the difference."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +47,6 @@ class RunResult:
     length: float
     """Means over the last tenth of the steps; NaN where they were not measured."""
 
-    @property
-    def model(self) -> str:
-        return Path(self.recipe.model.path).name
-
 
 @dataclass(frozen=True)
 class Group:
@@ -60,11 +57,10 @@ class Group:
     runs: list[RunResult]
 
     def results(self, benchmark: str) -> list[EvaluationResult]:
-        every = [run.before if self.method == BASE else run.after for run in self.runs]
-        measured = [results[benchmark] for results in every if benchmark in results]
+        every: Iterable[dict[str, EvaluationResult]] = [run.after for run in self.runs]
         if self.method == BASE:  # runs of one seed drew the same samples from it
-            return list({result.scores.tobytes(): result for result in measured}.values())
-        return measured
+            every = {run.recipe.seed: run.before for run in self.runs if run.before}.values()
+        return [results[benchmark] for results in every if benchmark in results]
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
@@ -95,6 +91,7 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
         raise ValueError(f"{folder}: expected a run with metrics of a step or more, found none")
     # The last tenth of the steps, at least one.
     newest = slice(-max(1, len(columns.steps) // 10), None)
+    ends = [columns.first_of(names)[newest] for names in (REWARD, RESPONSE_LENGTH)]
     return RunResult(
         folder,
         recipe or load_run(folder),
@@ -104,16 +101,15 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
         float(np.nansum(columns["objective/effective_samples"])),
         float(np.nansum(columns["harvest/generated_tokens"])),
         m.spent(columns.last.get("step", 0), columns.last),
-        float(columns.first_of(REWARD)[newest].mean()),
-        float(columns.first_of(RESPONSE_LENGTH)[newest].mean()),
+        *(float(end[~np.isnan(end)].mean()) if not np.isnan(end).all() else math.nan for end in ends),
     )
 
 
 def group_runs(runs: Sequence[RunResult]) -> list[Group]:
     """Group runs by model and method: each model's base, then independent sampling, then equal lengths."""
-    groups = []
-    for model in dict.fromkeys(run.model for run in runs):
-        mine = [run for run in runs if run.model == model]
+    groups, models = [], _labels([run.recipe.model.path for run in runs])
+    for model in dict.fromkeys(models):
+        mine = [run for run, own in zip(runs, models, strict=True) if own == model]
         mine.sort(key=lambda run: (run.recipe.sampling == "equal_length", run.recipe.method))
         if any(run.before for run in mine):
             groups.append(Group(model, BASE, mine))
@@ -131,6 +127,16 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
                     f"their seed, found {seed} twice"
                 )
     return groups
+
+
+def _labels(paths: Sequence[str]) -> list[str]:
+    """Return a model's name for each path: as many of its last parts as tell it from the others."""
+    places = [Path(os.path.realpath(path)).parts for path in paths]
+    for parts in count(1):
+        labels = {place: "-".join(place[-parts:]) for place in places}
+        if len({*labels.values()}) == len(labels):
+            break
+    return [labels[place] for place in places]
 
 
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:

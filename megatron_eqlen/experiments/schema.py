@@ -31,8 +31,7 @@ class TableRecipe(Section):
     title: str
     kind: Literal["accuracy", "difference", "efficiency"] = "accuracy"
     methods: list[str] | None = None
-    """Rows of the table, ``base`` among them if it is wanted; default: all. A ``difference`` is taken to the
-    first."""
+    """Rows, ``base`` among them if it is wanted; default: all. A ``difference`` is taken to the first."""
     recipes: list[str] | None = None
     """Recipes that the table covers; default: all."""
     benchmarks: list[str] | None = None
@@ -110,8 +109,8 @@ def _check(sweep: SweepRecipe) -> None:
     if sweep.reference is not None and sweep.reference not in sweep.methods:
         raise ValueError(f"reference: expected one of {', '.join(sweep.methods)}, found {sweep.reference!r}")
     # Stems, since they name columns and folders: two paths may have the same one.
-    stems = [Path(recipe).stem for recipe in sweep.recipes]
-    for what, values in (("seeds", sweep.seeds), ("recipes", stems)):
+    stems, labels = [Path(recipe).stem for recipe in sweep.recipes], [*map(sweep.label, sweep.methods)]
+    for what, values in (("seeds", sweep.seeds), ("recipes", stems), ("methods.*.label", [BASE, *labels])):
         if len({*values}) < len(values):
             raise ValueError(f"{what}: expected each once, found {values}")
     # Keys that each run has of its own.

@@ -20,6 +20,7 @@ from megatron_eqlen.evaluation.result import (
     read_results,
     write_results,
 )
+from megatron_eqlen.job import answering, load
 from megatron_eqlen.recipe import BenchmarkRecipe, RolloutRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.evaluations import leaderboard
@@ -238,7 +239,7 @@ def test_the_difference_is_paired_by_problem():
     assert (gain.mean, gain.low, gain.high) == pytest.approx((0.25, 0.25, 0.25))
     assert before.accuracy.high > after.accuracy.low - 0.2
     with pytest.raises(ValueError, match="different questions"):
-        compare([before], [make_result(np.tile(hard, (4, 1)), first_question=1)])
+        compare([before], [make_result(np.tile(hard, (4, 1)), first_question=9)])
 
 
 def test_intervals_over_seeds():
@@ -289,3 +290,20 @@ def test_the_same_scores_give_the_same_interval():
     assert statistics.crossed_bootstrap(scores) == statistics.crossed_bootstrap(scores)
     with pytest.raises(ValueError, match=r"found shape \(0,\)"):
         statistics.crossed_bootstrap(np.array([]))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_32b_fp8", "qwen3_32b_servers", "qwen3_235b_a22b", "qwen3_32b_carry_over"]
+)
+def test_a_harvest_of_a_benchmark_has_no_limits_of_a_step_nor_asks_for_a_loss(name):
+    over = ["rollout.servers=[http://a:1]"] if "servers" in name else []
+    recipe = load(f"recipes/{name}.yaml", over)
+    first = recipe.evaluation.benchmarks[0]
+    asked, benchmark = answering(recipe, first.name)
+    assert benchmark == first
+    assert asked.rollout.quantization == recipe.rollout.quantization
+    limits = asked.rollout.staleness, asked.rollout.carry_over, asked.rollout.tokens_per_step
+    assert limits == (0, False, None)
+    greedy = load(f"recipes/{name}.yaml", [*over, "evaluation.samples=1"])
+    with pytest.raises(ValueError, match=r"expected evaluation.samples above 1 .*, found one response"):
+        answering(greedy, first.name)

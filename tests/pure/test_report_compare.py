@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
-from megatron_eqlen.experiments.run_groups import run_folders
+from megatron_eqlen.experiments.run_groups import read_run, run_folders
 from tests.kit.report_runs import recipe, write_run
 
 PROBLEMS, SAMPLES = 20, 4
@@ -92,6 +93,53 @@ def test_two_models_have_columns_of_their_own(tmp_path):
     (_, row) = tables_of(tmp_path)["Accuracy"]
     means = [row[f"{model} aime25"]["paper"]["mean"] for model in ("Tiny-1B", "Tiny-2B")]
     assert np.allclose(means, [0.6, 0.8])
+
+
+def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for seed, run in enumerate(("small", "large")):
+        folder = make_run(tmp_path / run, seed, 12 + seed)
+        text = (folder / "recipe.yaml").read_text().replace("models/Tiny-1B", f"runs/{run}/export")
+        (folder / "recipe.yaml").write_text(text)
+    (_, row) = tables_of(tmp_path)["Accuracy"]
+    assert [row[f"{run}-export aime25"]["paper"]["mean"] for run in ("small", "large")] == pytest.approx(
+        [0.6, 0.65]
+    )
+    ratios = [line["x first, GPU-h"] for line in tables_of(tmp_path)["Efficiency"]]
+    assert ratios == [1, 1], "to the first method of the same model"
+
+
+def test_the_base_has_a_result_for_each_seed_also_where_two_are_equal(tmp_path):
+    for seed, right in enumerate((0, 0, 20)):
+        for sampling in ("independent", "equal_length"):
+            folder = make_run(tmp_path, seed, 12, sampling=sampling)
+            write_results(folder / "evaluation/before.json", [result(right)])
+    base = tables_of(tmp_path)["Accuracy"][0]
+    assert (base["Method"], base["Seeds"]) == ("base", 3)
+    assert base["aime25"]["paper"]["mean"] == pytest.approx(1 / 3)
+
+
+def test_a_problem_without_a_reward_costs_its_own_pair_alone_and_unequal_evaluations_are_said(tmp_path):
+    for seed, right in enumerate((12, 16)):
+        make_run(tmp_path, seed, right, sampling="independent")
+        folder = make_run(tmp_path, seed, right)
+        (whole,) = [result(right)]
+        manifest = {"question_ids": whole.manifest["question_ids"][1:], "rollout": {"temperature": 1.0}}
+        write_results(
+            folder / "evaluation/after.json", [replace(whole, answers=whole.answers[1:], manifest=manifest)]
+        )
+    tables = tables_of(tmp_path)
+    assert tables["Accuracy"][1]["aime25"]["paper"]["mean"] == pytest.approx(14 / 20)
+    (row,) = tables["Difference"]
+    assert row["aime25"]["seeds"] == 2
+    assert "Unequal evaluations of aime25: they differ in rollout" in tables["notes"]
+
+
+def test_a_step_without_the_metric_is_in_no_mean(tmp_path):
+    folder = make_run(tmp_path, 0, 12, steps=20)
+    rows = [{"step": n, "time": 0.0, "policy/reward": 0.5} for n in range(1, 21)]
+    del rows[-1]["policy/reward"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(folder).reward == 0.5
 
 
 def test_what_cannot_be_compared_is_named(tmp_path, capsys):
