@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_eqlen.job import Job, parse
+from megatron_eqlen.job import Job, parse, untrained
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.registry import OBJECTIVES
@@ -64,7 +64,9 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], job: Job) -> l
     the run's own with its ``loss``, on scored ``rollouts`` of the job's sampling."""
     variants: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in OBJECTIVES]
     variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
-    recipe, raw = job.recipe, job.recipe.model_dump(mode="json", exclude_unset=True)
+    recipe, raw = job.recipe, untrained(job.recipe)
+    # nothing is trained, so no mismatch has to be corrected
+    raw["rollout"].pop("quantization", None)
     variants.append(("the run's", recipe.objective, raw.get("loss", {})))
     # draws of dynamic sampling may leave more than a step trains; other steps are whole
     room = recipe.data.prompts_per_step if job.objective.dynamic_sampling else len(rollouts)

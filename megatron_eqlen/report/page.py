@@ -125,8 +125,7 @@ def _spans(steps: list[int]) -> str:
 
 
 class PageWriter:
-    """Writes the page of the run in ``folder`` while it trains, as often as that costs next to nothing. A
-    damaged file that forbids it is a warning."""
+    """Writes a run's page while it trains, as often as that costs next to nothing. Damaged files warn."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder, time.monotonic()

@@ -137,8 +137,12 @@ def _budgets(responses: Sequence[Probed]) -> Iterator[dict[str, Any]]:
 def _mean_reward(sampled: Sequence[tuple[float, np.ndarray]]) -> Interval:
     """Return the weighted mean over independent responses' continuations; of a single one over its own."""
     weights, rewards = zip(*sampled, strict=True)
-    means = np.array(weights) / np.mean(weights) * [values.mean() for values in rewards]
-    return change_of_mean(np.zeros(1), means if len(sampled) > 1 else rewards[0])
+    if len(sampled) == 1:
+        return change_of_mean(np.zeros(1), rewards[0])
+    factors, means = np.array(weights) / np.mean(weights), np.array([values.mean() for values in rewards])
+    mean = (factors * means).mean()
+    # unequal weights alone are no spread: responses that are all right have the interval of one value
+    return change_of_mean(np.zeros(1), mean + factors * (means - mean))
 
 
 def as_json(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Recorded steps: whether their records are whole, their verdicts, and their rollouts as pages have them.
-Token ids are read only of the rollouts that are shown."""
+"""Recorded steps: are they whole, their verdicts, and their rollouts as pages have them."""
 
 from __future__ import annotations
 

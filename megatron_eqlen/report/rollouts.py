@@ -96,8 +96,7 @@ class RolloutView:
 
 
 class Training:
-    """Effects of training on a step's rollouts, found with training's own functions; skeletons suffice.
-    Without the job nothing is known."""
+    """Effects of training on a step's rollouts, by training's own functions; nothing without the job."""
 
     def __init__(self, rollouts: Sequence[Rollout], job: Job | None) -> None:
         scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())

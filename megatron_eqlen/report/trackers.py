@@ -1,5 +1,4 @@
-"""Places that show a run besides its own record: TensorBoard, and on request wandb. A tracker that fails is
-left out, with one warning; it never ends a run."""
+"""TensorBoard, and on request wandb. A tracker that fails is left out with a warning; it never ends a run."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Trackers:
     """The trackers of a run; after its first failure one is no longer called."""
 
     def __init__(self, folder: Path, steps: int, job: Job) -> None:
-        """Start them for a run with ``steps`` steps behind it: later points are removed. Raises ValueError
-        for a tracker whose package is not installed."""
+        """Start them after ``steps`` steps: later points go. Raises ValueError without their packages."""
         self._running: dict[str, TensorBoard | Wandb] = {}
         self._try("TensorBoard", lambda: self._running.update(TensorBoard=TensorBoard(folder, steps, job)))
         if project := job.recipe.report.wandb_project:

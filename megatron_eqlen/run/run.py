@@ -116,7 +116,8 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        return self.recipe.budget.ended_by(self.spent) is not None
+        # steps that are trained again, up to ``until``, may cost more than the run's limits allow
+        return self.until is None and self.recipe.budget.ended_by(self.spent) is not None
 
     def export(self, policy: Policy) -> None:
         """Export the model as a Hugging Face folder, and its adapters as a PEFT folder, where missing."""
@@ -150,7 +151,7 @@ class Run:
         # last, on every rank: page and checkpoint are written by now
         if self.stopped_by and not self.complete:
             raise MismatchError(
-                f"{self.stopped_by}: stopped after step {self.steps}, with a checkpoint "
+                f"{self.stopped_by}: stopped after step {self.steps} "
                 "(rollout.mismatch.then: stop); the same command resumes it, and rollout.mismatch may change"
             )
 

@@ -59,7 +59,7 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     run = object.__new__(Run)
     run.recipe, screen = small(mismatch={"then": then}), Screen()
     run.session = SimpleNamespace(progress=screen)
-    run.spent, run.stopped_by, run.disagrees = Spent(3), None, False
+    run.spent, run.stopped_by, run.disagrees, run.until = Spent(3), None, False, None
     run.report_mismatch(None, (0.1, "some token"))
     assert not screen.lines
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     assert screen.lines == ["WARNING: they differ; most, by 2.5, in some token"]
     if then == "warn":
         return run.report(no_rollouts)
-    with pytest.raises(MismatchError, match="they differ: stopped after step 3, with a checkpoint"):
+    with pytest.raises(MismatchError, match="they differ: stopped after step 3"):
         run.report(no_rollouts)
     run.spent = Spent(9)
     return run.report(no_rollouts)

@@ -10,7 +10,9 @@ import pytest
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
+from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.run import generation, loop
+from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.step import Step
 from tests.kit.recipes import small
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -86,6 +88,19 @@ def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):
         if call in ("engine.collect", "evaluations.evaluate", "run.evaluate_if_due"):
             assert awake, call
     assert calls.count("run.update") == STEPS
+
+
+def test_steps_that_are_trained_again_may_cost_more_than_the_runs_limits():
+    """A probe trains steps again for their weights, perhaps on a slower machine."""
+    run = object.__new__(Run)
+    run.recipe, run.spent, run.stopping = small(steps=None, gpu_hours=1.0), Spent(5, gpu_hours=1.02), False
+    run.until = None
+    assert run.complete
+    run.until = 8
+    assert not run.complete
+    assert run.has_next_step()
+    run.spent = Spent(8, gpu_hours=1.7)
+    assert not run.has_next_step()
 
 
 def test_a_checkpoint_is_in_force_before_what_it_is_written_from_changes(calls):

@@ -16,7 +16,7 @@ import pytest
 from megatron_eqlen.evaluation.statistics import change_of_mean
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.job import Job
+from megatron_eqlen.job import Job, parse
 from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
@@ -24,7 +24,7 @@ from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.report.audit import Change, audit
 from megatron_eqlen.report.page import write_probe_page
-from megatron_eqlen.report.probe import QUARTERS, Probed, as_json, look, probes_of, tables
+from megatron_eqlen.report.probe import QUARTERS, Probed, _mean_reward, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import FORCED, PROBE, ProbeSampling
@@ -330,6 +330,42 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     found = {name: a for a in audit(truth, [group], Job(penalised)) for name in a.objectives}
     assert found["the run's"] is found["grpo"], "equal rewards are not trained, whatever a length costs"
     assert found["the run's"].sign == 0.5
+
+
+@pytest.mark.parametrize("rollout", [
+    {"quantization": "fp8"}, {"engine": "server", "servers": ["http://a:1"], "staleness": 1},
+    {"tokens_per_step": 9, "carry_over": True},
+], ids=["fp8", "staleness", "carry-over"])  # fmt: skip
+def test_the_audit_of_a_run_whose_loss_corrects_for_other_weights_has_every_objective(rollout):
+    """Nothing is trained, so nothing has to be corrected, also not by objectives that cannot."""
+    plain = SAMPLINGS["independent"]
+    raw = plain.model_dump(exclude_unset=True)
+    raw |= {"rollout": raw["rollout"] | rollout, "loss": raw["loss"] | {"rollout_is": "token"}}
+    raw["model"] = raw["model"] | {"dtype": "bfloat16"}
+    group = next(
+        stream for stream, _ in WORLD.streams(plain) if len({len(part) for part in stream.parts}) > 1
+    )
+    truth = [Change(group.line(0), 0, 1, (0.5, 0.4, 0.6))]
+    refused = [
+        {
+            name
+            for agreement in audit(truth, [group], Job(settings))
+            if agreement.refused
+            for name in agreement.objectives
+        }
+        for settings in (plain, parse(raw, "test"))
+    ]
+    assert refused[0] == refused[1]
+
+
+def test_responses_of_unequal_weight_that_are_all_alike_have_the_interval_of_equal_ones():
+    """A draw of streams counts by its share, which alone is no spread of rewards."""
+    unequal = _mean_reward([(share, np.full(8, 0.5)) for share in (0.5, 0.25, 0.25)])
+    assert (unequal.low, unequal.mean, unequal.high) == (0.5, 0.5, 0.5)
+    rewards = [np.array(values) for values in ([0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0])]
+    weighed = _mean_reward([*zip((0.4, 0.2, 0.2, 0.2), rewards, strict=True)])
+    assert weighed.mean == pytest.approx(0.4 * 0.5 + 0.2 * 1 + 0.2 * 0.5)
+    assert weighed.low < weighed.mean < weighed.high
 
 
 @pytest.mark.parametrize(("text", "ends"), [
