@@ -1,5 +1,4 @@
-"""One function per ``eqlen`` command, run in this process or in ranks. Heavy modules are imported where a
-command needs them, so that others start at once."""
+"""One function per ``eqlen`` command. Heavy modules are imported where needed: others start at once."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def train(arguments: argparse.Namespace) -> int:
     folder.check(recipe)
     # The process that starts the ranks, and rank 0 again, which finds it done.
     if arguments.start and os.environ.get("RANK", "0") == "0":
-        folder.begin_from(arguments.start)
+        folder.begin_from(arguments.start, recipe.rollout.carry_over)
     if folder.ended(recipe):
         print(f"{folder.path}: complete; see {folder.report}")
         return 0

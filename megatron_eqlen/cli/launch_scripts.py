@@ -165,7 +165,8 @@ def _of_python(text: str, remarks: list[str]) -> dict[str, Any]:
                 words = {word.arg or "**": word.value for word in node.keywords}
                 calls[name[0]] = dict.fromkeys(own, ast.Constant(8)) | words
             case ast.Call(func, words, given) if CHANGES.fullmatch(ast.unparse(func).rpartition(".")[2]):
-                names = [word.arg for word in given] + [ast.unparse(word).strip("'\"") for word in words[1:2]]
+                names = [str(word.arg) for word in given]
+                names += [ast.unparse(word).strip("'\"") for word in words[1:2]]
                 later |= {key: node for key in names if _acts(key)}
             case ast.ClassDef(bases=[of, *_]) | ast.Call(_, [ast.Name() | ast.Attribute() as of, *_]):
                 is_theirs = PYTHON_CALLS.fullmatch(ast.unparse(of).rpartition(".")[2])
@@ -180,8 +181,8 @@ def _of_python(text: str, remarks: list[str]) -> dict[str, Any]:
     return texts | {key: f"${{{key}: {texts[key]}}}" for key in named - {"reward_funcs"}}
 
 
-def _acts(key: str | None) -> bool:
-    return bool((row := row_of("trl", str(key))) and not row.irrelevant)
+def _acts(key: str) -> bool:
+    return bool((row := row_of("trl", key)) and not row.irrelevant)
 
 
 def listed(value: Any) -> list[str]:

@@ -114,8 +114,7 @@ def _directives(*options: str) -> list[str]:
 
 
 def _directive(options: Sequence[str]) -> str:
-    """Return a line of ``options`` as sbatch reads them; later lines overrule earlier ones. Raises ValueError
-    for a line break."""
+    """Return a line of ``options`` for sbatch, which takes the last of each. ValueError for a line break."""
     if any(len(option.splitlines()) > 1 for option in options):
         raise ValueError(f"sbatch options: expected each in one line, found {options}")
     return "#SBATCH " + shlex.join(options)

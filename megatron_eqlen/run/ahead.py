@@ -76,9 +76,12 @@ class Ahead(Rollouts):
                 self.under_way.append(self._thread.submit(harvest, Step(number, oldest)))
         self.begun = end
 
+    def settle(self) -> None:
+        with self.session.stage("wait"):
+            wait(self.under_way)
+            agree(lambda: None)  # the other ranks wait, too
+
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        """Evaluate after the harvests under way: an evaluation has the engine for itself."""
-        wait(self.under_way)
         return self.generator.evaluate(benchmark)
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:

@@ -46,13 +46,13 @@ class Evaluations:
 def evaluate(
     session: Session, rollouts: Rollouts, path: Path, label: str, before: Sequence[EvaluationResult] = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Evaluate all benchmarks and write the results to ``path``; if it exists, read it instead. ``before``:
-    results of an earlier evaluation to compare with."""
+    """Evaluate all benchmarks into ``path``, or read it if it exists. ``before``: to compare with."""
     results: list[EvaluationResult] = []
     metrics: Metrics = {}
     if rollouts.benchmarks and agree(path.exists):
         results = read_results(path)
     elif rollouts.benchmarks:
+        rollouts.settle()
         with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
             results = [rollouts.evaluate(benchmark) for benchmark in rollouts.benchmarks]
         if distributed.is_rank0():

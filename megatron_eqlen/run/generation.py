@@ -43,6 +43,7 @@ from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
 from megatron_eqlen.record.reader import (
+    PartialRolloutError,
     read_progress,
     read_prompts,
     read_skeletons,
@@ -104,6 +105,9 @@ class Rollouts:
     def disagreement(self, mismatch: float | None) -> str | None:
         """Return a warning if a step's mismatch is too large. Recorded tokens may come from any weights."""
         return None
+
+    def settle(self) -> None:
+        """Wait for the harvests under way: an evaluation has the engine for itself."""
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         """Evaluate a benchmark with the engine's current weights."""
@@ -173,7 +177,7 @@ class Generator(InTurn):
         if synced and self.recipe.teacher.url and session.replicas.drives:
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
         self.once = once
-        self.source = source or (start_prompts(session) if once is None else None)
+        self.source = source
         """On rank 0 only, which draws for all ranks: gold answers are checked under a time limit, so ranks
         that drew their own prompts could keep different ones."""
         self.engine = start_engine(session.job, session.replicas, syncs_first=synced)
@@ -230,6 +234,11 @@ class Generator(InTurn):
             names = {prompt_id for prompt_id, _ in resumed}
             files = step_files(self.streams / step_name(step.number - 1))
             prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
+            if lost := names - {prompt.prompt_id for prompt in prompts}:
+                raise PartialRolloutError(
+                    f"{self.streams / step_name(step.number - 1)}: expected {len(names)} suspended prompts, "
+                    f"found nothing of {min(lost)}; go back to an earlier checkpoint"
+                )
             rollouts = [rollout for rollout in read_skeletons(files) if rollout_key(rollout) in resumed]
             # suspended rollouts keep the engine as busy as so many new prompts
             wanted -= min(wanted, round(open_prompts(rollouts, self.recipe)))

@@ -96,7 +96,8 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             events.append(out, "harvest")
         # the date that chat templates write stays that of the first attempt: its prompts are recorded
         session.tokenizer.today = distributed.agree(lambda: events.began(out))
-        generator = Generator(session, out, synced=False, once=benchmark)
+        prompts = None if benchmark else start_prompts(session)
+        generator = Generator(session, out, synced=False, source=prompts, once=benchmark)
         step = generator.collect(Step(number=0, policy_version=0))
         if hold is not None:
             # a later start of the same SLURM job may have taken the folder over

@@ -133,12 +133,13 @@ class RunFolder:
         events.append(self.path, "started", pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID"))
         return self.hold
 
-    def begin_from(self, source: str) -> None:
-        """Begin, unless the run has begun, after a step of another run: ``RUN@STEP``, with its checkpoint,
-        its metrics and its evaluation before training. Raises RecipeError."""
-        if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
+    def begin_from(self, source: str, carries: bool) -> None:
+        """Begin, unless the run has begun, after another's step, ``RUN@STEP``, with its checkpoint, metrics,
+        first evaluation and, if it ``carries`` rollouts over, the step's record. Raises RecipeError."""
+        begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
+        saved = checkpoint_folder.latest(self.checkpoints) or self.lost_checkpoints()
+        if saved or (step_folders(self.streams) and not begun):
             # the same command, given again, resumes the run
-            begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
             if source not in begun:
                 raise RecipeError(
                     f"--from {source}: {self.path} has begun, {' and '.join(begun) or 'from nothing else'}"
@@ -156,6 +157,9 @@ class RunFolder:
             if (file := Path(run) / name).exists():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, self.path / name)
+        record = Path(run) / "streams" / step_name(int(step) - 1)
+        if carries and record.is_dir():
+            shutil.copytree(record, self.streams / record.name, dirs_exist_ok=True)
         checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
 
     def submitted(self, job: str, recipe: Recipe) -> None:
@@ -201,7 +205,7 @@ class RunFolder:
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
         # a resume from the oldest checkpoint also reads the step before it, whose rollouts it carries on
         if recipe.rollout.carry_over:
-            saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)
+            saved = min((number for number, _ in step_folders(self.checkpoints)), default=saved) - 1
         for number, folder in step_folders(self.streams):
             if number >= saved or keep == "all":
                 continue

@@ -21,13 +21,14 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.run import generation
+from megatron_eqlen.run import evaluations, generation
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.types import Grade, Prompt, Rollout
+from tests.pure.test_report_compare import result
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe, versions_of, without
 
 STEPS, PROMPTS = 5, 2
@@ -147,10 +148,9 @@ def rollouts(engine: Served, streams: Path, staleness: int, steps=STEPS, **rollo
 def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
     """Yield the rollouts of a run, until it ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "training_prompts", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
         patch.setattr(generation, "require_end", lambda *_: None)  # no tokenizer
-        generator = Generator(session(recipe), streams)
+        generator = Generator(session(recipe), streams, source=Counting())
     source = Ahead(generator) if recipe.rollout.staleness else generator
     try:
         yield source
@@ -241,11 +241,25 @@ def test_an_end_in_the_middle_of_a_harvest_leaves_its_tokens_on_disk(tmp_path, m
     assert left.stat().st_size > 0
 
 
-def test_an_evaluation_has_the_engine_for_itself(tmp_path, monkeypatch):
-    engine = Served(random.Random(0), policy_version=0)
+def test_an_evaluation_has_the_engine_for_itself_and_its_time_has_no_harvest(tmp_path, monkeypatch):
+    """The budget does not pay for ``time/evaluate``, so what generates the next steps is not in it."""
+    engine, begun = Served(random.Random(0), policy_version=0), []
     with rollouts(engine, tmp_path, 2) as source:
         source.collect(Step(0, 0))
-        alone = lambda benchmark: all(harvest.done() for harvest in source.under_way)  # noqa: E731
-        monkeypatch.setattr(source.generator, "evaluate", alone)
-        assert source.evaluate(None)
+        alone = lambda *_: all(harvest.done() for harvest in source.under_way)  # noqa: E731
+        measured = source.session.stage
+
+        @contextmanager
+        def stage(name, patience=0.0):
+            begun.append((name, alone()))
+            with measured(name, patience) as seconds:
+                yield seconds
+
+        asked = SimpleNamespace(
+            **vars(source.session) | {"stage": stage, "progress": SimpleNamespace(say=print)}
+        )
+        monkeypatch.setattr(source, "benchmarks", ["b"])
+        monkeypatch.setattr(source.generator, "evaluate", lambda _: result(4))
+        evaluations.evaluate(asked, source, tmp_path / "after.json", "after")
+        assert ("evaluate", True) in begun
         assert len(source.under_way) == 2

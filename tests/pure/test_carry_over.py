@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -38,6 +39,8 @@ from megatron_eqlen.record.reader import (
     remove_open_tracks,
 )
 from megatron_eqlen.record.recorder import OPEN_FILES, Recorder, record_grades
+from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import (
@@ -370,6 +373,15 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
     assert list(run.suspended) == [("p#0.0", 0), ("p#0.0", 1)]
     folder, prompts = tmp_path / step_name(1), [prompt for _, prompt in run.drawn.values()]
     assert len(read_progress(folder, prompts, run.recipe, run.suspended).partial) == 2
+    for path in (tmp_path / step_name(0)).iterdir():
+        path.rename(path.with_suffix(".gone"))
+    generator = SimpleNamespace(source=object(), streams=tmp_path)
+    with pytest.raises(
+        PartialRolloutError, match=r"step-00000000: expected 1 suspended prompts, found nothing"
+    ):
+        Generator._draw(generator, Step(1, 1), run.suspended, 4)
+    for path in (tmp_path / step_name(0)).iterdir():
+        path.rename(path.with_suffix(".arrow"))
     with pytest.raises(PartialRolloutError, match=r"step-00000000: expected 3 .*found 2 .*: q/0 is missing"):
         read_progress(folder, prompts, run.recipe, {**run.suspended, ("q", 0): RolloutOrigin(0)})
 

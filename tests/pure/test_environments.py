@@ -787,7 +787,7 @@ def test_a_later_command_has_the_date_of_the_first_start_in_templates(tmp_path, 
     line = json.loads((tmp_path / events.FILE).read_text()) | {"time": 1e9}
     (tmp_path / events.FILE).write_text(json.dumps(line) + "\n")
     events.append(tmp_path, "step")
-    for name in ("Hold", "keep_inputs", "dump", "write_text"):
+    for name in ("Hold", "keep_inputs", "dump", "write_text", "start_prompts"):
         monkeypatch.setattr(loop, name, MagicMock())
     monkeypatch.setattr(loop, "evaluate", lambda *_: ((), {}))
     monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone

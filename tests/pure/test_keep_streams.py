@@ -30,8 +30,9 @@ def test_steps_that_are_named_stay_and_those_that_a_resumed_run_reads(tmp_path, 
     assert sorted(path.name for path in folder.streams.iterdir()) == ["notes", *map(step_name, left)]
 
 
-def test_with_carry_over_the_step_before_each_checkpoint_stays(tmp_path):
-    """The newest checkpoint is of step 6, and the one before, which is kept as well, of step 4."""
+@pytest.mark.parametrize("oldest", [4, 3], ids=["every 2 steps", "step 5 was skipped"])
+def test_with_carry_over_the_step_before_each_checkpoint_stays(tmp_path, oldest):
+    """The newest checkpoint is of step 6; the one before is kept as well."""
     recipe = make_recipe(
         tmp_path, 1, every=3, rollout={"carry_over": True, "tokens_per_step": 9, "keep_sampling_mask": True},
         loss={"rollout_is": "token"}, checkpoint={"every": 2, "keep": 2},
@@ -39,8 +40,10 @@ def test_with_carry_over_the_step_before_each_checkpoint_stays(tmp_path):
     folder = RunFolder(recipe)
     for number in range(8):
         (folder.streams / step_name(number)).mkdir(parents=True)
+    for number in (oldest, 6):
+        (folder.checkpoints / step_name(number)).mkdir(parents=True)
     folder.remove_old_streams(recipe, saved=6)
-    assert [path.name for path in sorted(folder.streams.iterdir())] == [*map(step_name, range(2, 8))]
+    assert [path.name for path in sorted(folder.streams.iterdir())] == [*map(step_name, range(oldest - 2, 8))]
 
 
 def test_evaluations_that_never_are_keep_nothing_so_they_are_refused(tmp_path):
