@@ -1,5 +1,4 @@
-"""``eqlen check``: report what is installed and works on this machine, and how to mend the rest. A new check
-is a function and its line in one of the lists ``CHECKS``."""
+"""``eqlen check``: what works on this machine, and how to mend the rest. New checks go into ``CHECKS``."""
 
 from __future__ import annotations
 

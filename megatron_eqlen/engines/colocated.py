@@ -46,8 +46,7 @@ with importing_vllm():
 
 class ColocatedEngine:
     """An ``Engine`` (see there) around vLLM in this process. ``model_path``: a Hugging Face folder with
-    weights, those of ``policy_version``. ``dtype``: ``float32`` or ``bfloat16``. ``seed`` is for vLLM itself;
-    draws come from ``submit``'s."""
+    weights, those of ``policy_version``. ``seed``: vLLM's own; draws come from ``submit``'s."""
 
     def __init__(
         self,

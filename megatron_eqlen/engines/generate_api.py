@@ -57,8 +57,7 @@ def read_event(
 
 
 def versions_of(spans: list[dict[str, Any]], count: int, versions: Mapping[str, int]) -> list[int]:
-    """Return the policy version of each of a request's last ``count`` tokens. ``spans``: ``{"version",
-    "start", "end"}`` of all its tokens."""
+    """Return the policy versions of a request's last ``count`` tokens. ``spans``: version, start, end."""
     if not count:
         return []
     # a span counts from the request's first token, an event holds its last ones

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 SEED = "eqlen_seed"
-"""Key in a request's ``extra_args`` that holds its seed for our sampler. For its own ``seed`` vLLM's V1 model
-runner makes a torch generator and rewinds it in a prefill of several steps, which fails before a first
-draw."""
+"""Key in a request's ``extra_args`` that holds its seed for our sampler. For its own ``seed`` vLLM V1
+makes a torch generator and rewinds it in a prefill of several steps, which fails before a first draw."""
 OURS, STOCK = SAMPLERS = ("eqlen", "vLLM V2")
 """Samplers whose tokens can be trained: ours on CPUs, that of vLLM's V2 model runner on GPUs. Both draw token
 t of a path from its seed and t, and give its log-prob under the distribution that it was drawn from."""
@@ -62,8 +61,7 @@ def seeded(seed: int, sampler: str) -> dict[str, Any]:
 
 
 def sampler_of(rank: int | None, stock: str) -> str:
-    """Return the sampler that drew a token of this rank: ours leaves it at 0, which is sent as None.
-    ``stock``: the name of vLLM's own sampler in this engine."""
+    """Return the sampler of a token of this rank: ours leaves 0. ``stock``: the name of vLLM's own."""
     return stock if rank else OURS
 
 
@@ -141,8 +139,7 @@ class Engine(Decoder, Protocol):
 
 
 def path_start(token_ids: Sequence[int], path_rows: int) -> int:
-    """Return the first position whose routes a request brings (``routed_experts_prompt_start``); the row of
-    the last one belongs to the first new token."""
+    """Return the first position whose routes a request brings; the last row is the first new token's."""
     return len(token_ids) - 1 - path_rows
 
 

@@ -277,8 +277,7 @@ class ServerEngine:
         return NcclSender(self.pool, self.weights.shapes)
 
     def _connect(self, untouched: Contents | None) -> None:
-        """Set up every replica that answers and was started with the weights ``untouched`` (None: any).
-        Raises EngineError if none does."""
+        """Set up all replicas that answer and began ``untouched`` (None: any). EngineError if none does."""
         answers = self.pool.each("connecting", lambda replica: replica.set_up(untouched), self.pool.replicas)
         for replica, workers in answers.items():
             self._check_limits(replica, workers[0])

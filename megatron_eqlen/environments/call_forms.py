@@ -33,8 +33,7 @@ TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 def reader(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None
 ) -> Callable[[TokenIds], str]:
-    """Return what reads a turn of the policy: its text, with calls of ``tools`` as Qwen3 writes them. Raises
-    ValueError for a template whose calls no parser reads."""
+    """Return what reads a turn: its text, with calls as Qwen3's. Raises ValueError where no parser does."""
     # A made-up tool shows how the template lists tools and writes their calls.
     prompt = tokenizer.render_chat([QUESTION], enable_thinking, [TOOL])
     if CALL.name not in prompt:

@@ -60,8 +60,7 @@ def _options(recipe: Recipe) -> dict[str, Any]:
 
 
 def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
-    """Return how a harvest speaks with the recipe's environment; None without one. Raises ValueError for an
-    environment or template that does not fit."""
+    """Return how a harvest speaks with the recipe's environment, if any. ValueError where it does not fit."""
     section = recipe.environment
     if section.name is None:
         return None

@@ -63,8 +63,7 @@ class PythonTool(ToolEnvironment):
         sandbox: Mode = "strict",
         python: str = "3.11",
     ) -> None:
-        """``timeout``: seconds of CPU for all cells together. ``longest_output``: characters that the policy
-        sees; the middle of a longer output is left out."""
+        """``timeout``: CPU seconds for all cells. ``longest_output``: characters; the middle is cut out."""
         # Seconds of CPU, and four times as many and two on the clock.
         self.limits = Limits(timeout, 4 * timeout + 2, memory_mb, output_bytes=1 << 20)
         self.longest_output = longest_output

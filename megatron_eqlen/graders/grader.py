@@ -25,8 +25,7 @@ def answer_section(text: str, longest: int) -> str:
 
 
 class Grader(Protocol):
-    """Result of a factory named by import path, which is called with the recipe's ``reward`` section, and
-    with the run's ``seed`` if it has a parameter of that name."""
+    """Result of a user's factory, which gets the ``reward`` section, and the ``seed`` if it takes one."""
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """Return a grade for each response text against its gold, in order."""

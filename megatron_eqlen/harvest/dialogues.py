@@ -163,8 +163,7 @@ class Dialogues:
             call.result = _begun(call.run)
 
     def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
-        """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
-        fails, the track gets a new one, which is told the messages."""
+        """Copy its line's environment for each new track; where that fails, tell a new one the messages."""
         states = self._states.get(key, {})
         for track in launched if states else ():
             # the last turn of its path is open: the fork starts with it

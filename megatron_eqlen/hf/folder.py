@@ -85,8 +85,7 @@ class HFFolder:
         return stored.get_slice(entry.stored)[entry.expert, entry.start : entry.start + entry.shape[0]]
 
     def check_vllm_reads_the_same(self) -> None:
-        """Raise CheckpointError if vLLM would load other files, since it reads all safetensors files, or
-        those of an index (``model_loader/default_loader.py``)."""
+        """Raise CheckpointError if vLLM would load other files (``model_loader/default_loader.py``)."""
         index = _read_index(self.path) if (self.path / INDEX).is_file() else None
         present = {file.name for file in self.path.glob("*.safetensors")}
         theirs = set(index["weight_map"].values()) if index else present
@@ -313,8 +312,7 @@ def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
-    """Raise CheckpointError if an output layer beside tied embeddings differs from them: Transformers then
-    does not tie (``PreTrainedModel.tie_weights``), vLLM does."""
+    """Raise CheckpointError if an output layer differs from tied embeddings: only vLLM would tie them."""
     if HEAD not in folder.entries:
         return
     _check_tensor(folder, HEAD, embeddings.shapes[0])

@@ -51,8 +51,7 @@ class HubRepo:
         return f"{self.name} at {self.revision[:12]}" if self.revision else self.name
 
     def pinned(self) -> HubRepo:
-        """Return the repository at a commit; without network at the cache's newest of the branch, with a
-        warning of ``huggingface_hub``. Raises HubError."""
+        """Return the repository at a commit; without network, the cache's newest. Raises HubError."""
         if self.is_pinned:
             return self
         with _explained(self):
@@ -117,8 +116,7 @@ class HubRepo:
 
 
 def is_name(path: str) -> bool:
-    """Return True if ``path`` names a repository on the hub, ``ORG/NAME``. A local file or folder of that
-    name wins, as does a local folder ``ORG``."""
+    """Return True if ``path`` is a repository on the hub, ``ORG/NAME``, and neither is a local folder."""
     if not _NAME.fullmatch(path) or Path(path).exists() or path.endswith(FILE_SUFFIXES):
         return False
     first = path.partition("/")[0]

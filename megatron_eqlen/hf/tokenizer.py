@@ -63,8 +63,7 @@ class Tokenizer:
         """Texts that ``encode`` turns into a token of its own, special or not: ``<think>``."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``. Special tokens in it become their ids, unless ``BREAK`` stands in
-        them; none are added. Half a surrogate pair is read as ``?``."""
+        """Return the token ids of ``text``. Special tokens without ``BREAK`` in them become their ids."""
         # Cut at ``BREAK``, so that no token spans it: ``<`` and ``|im_end|>`` become text.
         pieces = encodable(text).split(BREAK)
         return [token for piece in pieces for token in self.backend.encode(piece, add_special_tokens=False)]
@@ -152,9 +151,8 @@ def encodable(text: str) -> str:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer of a model folder. Raises ValueError if the folder holds none, if no
-    end-of-sequence token is found, or if Transformers converts a SentencePiece model to one that encodes
-    otherwise."""
+    """Return the tokenizer of a model folder. Raises ValueError for none, for one without an end-of-sequence
+    token, or if Transformers converts a SentencePiece model to one that encodes otherwise."""
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path}: expected a model folder, found none")
@@ -196,8 +194,7 @@ def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
 
 
 def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str]:
-    """Return ``load_tokenizer(path).decode``, without the slow import of Transformers for ``tokenizer.json``.
-    Raises ValueError as ``load_tokenizer``."""
+    """Return ``load_tokenizer(path).decode``, for ``tokenizer.json`` without the slow import."""
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
         return load_tokenizer(path).decode

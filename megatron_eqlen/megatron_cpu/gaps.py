@@ -1,5 +1,4 @@
-"""Known gaps of Megatron-Core 0.19.2, closed module by module right after each is imported. Start here when
-its version changes: every entry names what is missing and why."""
+"""Known gaps of Megatron-Core 0.19.2, closed when a module is imported. A new version starts here."""
 
 import logging
 import queue

@@ -47,15 +47,11 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, arguments: dic
     # [rotated dimensions / 2] frequencies, in place of Megatron's
     if (rope := scaled_rope(model)) is not None:
         chunk.rotary_pos_emb.inv_freq = rope[0].to(chunk.rotary_pos_emb.inv_freq.device)
-    _mark_expert_parameters(chunk)
-    if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
-        chunk.cuda()
-    return chunk
-
-
-def _mark_expert_parameters(chunk: PolicyModel) -> None:
-    """Assign the experts' gradients to the expert data-parallel group. Megatron-Core does so only with EP >
-    1; with EP = 1 and TP > 1 it leaves them unsummed over the TP ranks, whose tokens differ."""
+    # the experts' gradients are summed over their own group; Megatron-Core says so only with EP > 1, and with
+    # EP = 1 and TP > 1 leaves them unsummed over the TP ranks, whose tokens differ
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue] (Megatron's mark)
+    if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
+        chunk.cuda()
+    return chunk

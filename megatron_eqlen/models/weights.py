@@ -39,8 +39,7 @@ experts of an 80B model would be 147,000 broadcasts of 2 MB.)"""
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Fill this rank's chunks from a Hugging Face folder, cast to the chunks' dtype. Raises CheckpointError
-    if the folder is broken or holds another model's tensors."""
+    """Fill this rank's chunks from a Hugging Face folder, cast to their dtype. Raises CheckpointError."""
     model = model_config(chunks)
     folder = HFFolder(path)
     by_name = check_folder(folder, model)
@@ -67,8 +66,7 @@ def export_adapters(
 
 
 def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str | Path, out: Path) -> None:
-    """Write the chunks' adapters to ``out`` as a PEFT folder. ``base``: folder or name of the base model.
-    Collective; rank 0 writes. ``out`` appears when it is complete."""
+    """Write the chunks' adapters to ``out``, a PEFT folder. ``base``: path of its base model. Collective."""
     refuse_existing(out)
     which = adapter_map(model_config(chunks), lora.rank, lora.targets)
     tensors = {name: tensor.cpu().clone() for name, tensor in export_adapters(chunks, which)}

@@ -107,7 +107,7 @@ def resolve(recipe: Recipe) -> Objective:
     if loss.overlong_buffer is not None:
         changes["overlong_buffer"] = loss.overlong_buffer
     elif objective.overlong_buffer:
-        changes["overlong_buffer"] = min(OVERLONG_BUFFER, recipe.rollout.max_response_length // 5)
+        changes["overlong_buffer"] = min(objective.overlong_buffer, recipe.rollout.max_response_length // 5)
     objective = dataclasses.replace(objective, **changes | named_parts(loss))
     return dataclasses.replace(objective, surrogate=_with_clip(objective.surrogate, loss))
 

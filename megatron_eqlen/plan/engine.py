@@ -96,8 +96,3 @@ def sequence_bytes(job: Job, length: float) -> float:
     # A state has one size whatever the length: [value heads, key_head_dim, value_head_dim] a layer.
     states = sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
     return cache + states * STATE_BYTES / job.recipe.rollout.tensor_parallel
-
-
-def sequences_at_once(job: Job, mean_length: float) -> float:
-    """Return how many sequences of ``mean_length`` tokens, prompt included, decode at once."""
-    return min(job.recipe.rollout.max_num_seqs, kv_cache(job) / sequence_bytes(job, mean_length))

@@ -60,8 +60,7 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
 
 
 def pinned(rank: RankBuffers, each: int, *, sharded: bool) -> float:
-    """Return the bytes of a pinned copy of each parameter, ``each`` bytes a number. ``sharded``: one
-    data-parallel rank's part."""
+    """Return the bytes of a pinned copy, ``each`` a number. ``sharded``: one data-parallel rank's part."""
     return sum(
         power_of_two(each * size / (buffer.ranks if sharded else 1))
         for buffer in rank.buffers

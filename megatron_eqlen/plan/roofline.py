@@ -23,8 +23,7 @@ from megatron_eqlen.plan.trainer import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 
 DENSE, EXPERTS, BANDWIDTH, NETWORK = 0.4, 0.1, 0.3, 0.6
-"""Assumed shares of a data sheet: of its FLOPs, without and with experts, of its memory bandwidth while
-decoding (unequal lengths leave some idle), and of its network."""
+"""Assumed shares of a data sheet: FLOPs without and with experts, memory bandwidth in decoding, network."""
 ASSUMPTIONS = (
     f"assumed: {DENSE:.0%} of the peak FLOPs ({EXPERTS:.0%} with experts), {BANDWIDTH:.0%} of memory "
     f"bandwidth, {NETWORK:.0%} of",
@@ -71,7 +70,8 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     servers = rollout.engine == "server"
     # Generation. Each decode step reads the weights once and the cache of each sequence.
     engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
-    held = min(work.tracks / engines, engine.sequences_at_once(job, work.context))
+    fit = engine.kv_cache(job) / engine.sequence_bytes(job, work.context)
+    held = min(work.tracks / engines, rollout.max_num_seqs, fit)
     least = rollout.max_response_length if work.generated else 0
     # As many as the longest response has tokens, or more where not all fit at once.
     steps = max(least, work.generated / (engines * max(held, 1.0)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.parts import PARTS, described
+from megatron_eqlen.objectives.parts import described
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
@@ -147,13 +147,13 @@ def _work(job: Job, work: Workload) -> str:
 
 def _objective(job: Job) -> str:
     """Return the method's parts and every key of ``loss`` that applies to it, defaults included."""
-    recipe = job.recipe
-    parts = [f"{part} {described(getattr(job.objective, part))}" for part in ("advantage", "surrogate")]
+    recipe, named = job.recipe, ("advantage", "surrogate")
+    parts = [f"{part} {described(getattr(job.objective, part))}" for part in named]
     keys = with_defaults(job).loss.model_dump(mode="json")
     parts += [
         f"{key} {shown(value)}"
         for key, value in keys.items()
-        if value is not None and key not in PARTS and (key in SUPERVISED or not recipe.supervised)
+        if value is not None and key not in named and (key in SUPERVISED or not recipe.supervised)
     ]
     return f"{recipe.method}: " + ", ".join(parts)
 

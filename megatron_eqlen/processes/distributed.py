@@ -55,8 +55,7 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> None:
 
 
 def host() -> dist.ProcessGroup | None:
-    """Return the gloo group of all ranks for plain objects, which NCCL would stage on every GPU; None, the
-    default group, in a world that ``join`` did not make."""
+    """Return the gloo group of all ranks, for plain objects; the default, None, if ``join`` made no world."""
     return _host
 
 

@@ -122,8 +122,7 @@ def _lock(file: int) -> None:
 
 
 class EventWriter(logging.Handler):
-    """Writes the events of a run's process from a thread, so that slow disks delay nothing; those noted
-    before ``writing`` wait for it."""
+    """Writes a process's events from a thread: so slow disks delay nothing, from ``writing`` on."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -57,8 +57,7 @@ def _watch(launcher: int) -> None:
 
 @contextmanager
 def taking_along() -> Iterator[None]:
-    """Kill, after the block, all processes that were started in it and what these have started, in whatever
-    session: orphans become children of this process."""
+    """Kill, after the block, the processes started in it and theirs: orphans become this one's children."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = _descendants()
     try:

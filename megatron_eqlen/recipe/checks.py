@@ -29,8 +29,7 @@ def check(recipe: Recipe) -> None:
 
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:
-    """Raise ValueError for a key that is set and cannot act under the other keys (``When``). ``resolved``:
-    the recipe with its objective's defaults."""
+    """Raise ValueError for a key that cannot act (``When``). ``resolved``: with the objective's defaults."""
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:
             found = value_of(resolved, condition.key)

@@ -150,8 +150,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _carried(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe that an earlier version stored with its keys where they are now. Keys at their default
-    go; those without a new place stay, to be refused by name."""
+    """Return an earlier version's recipe with its keys where they are now. Lost ones stay, to be refused."""
     found = copy.deepcopy(raw)
     for key, went in read_table()["went"].items():
         section, _, name = key.rpartition(".")

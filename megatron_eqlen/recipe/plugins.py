@@ -97,8 +97,7 @@ OTHERS.append(Path(__file__).parents[1])
 
 def digests(path: str) -> dict[str, str]:
     """Return the digest of the module of the object ``module:name``, by "", and of the user's modules that it
-    imports, by name; empty for an object of Python or of an installed package. Raises ValueError for a file
-    that is no Python."""
+    imports, by name; empty for installed ones. Raises ValueError for a file that is no Python."""
     found: dict[str, str] = {}
     first, due = path.partition(":")[0], [path.partition(":")[0]]
     while due:

@@ -198,9 +198,8 @@ class DataSection(Section):
     """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
     ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
     grader: GraderName | None = None
-    """Grader of all its answers: ``math``, ``code``, or the import path of your own: a function of
-    the response, or a factory (docs/extending.md). Default: the grader that the
-    reader sets for each row."""
+    """Grader of all its answers: ``math``, ``code``, or the import path of your own: a function of the
+    response, or a factory (docs/extending.md). Default: the grader that the reader sets for each row."""
     _defaults = model_validator(mode="before")(with_defaults)
 
 
@@ -260,8 +259,7 @@ class EqualLengthRecipe(Section):
     """Reward that a side is compared with: the pair's other side, or, with less noise, the mean value of the
     prompt in its other streams."""
     max_pairs: PositiveInt | None = None
-    """End a stream after this many pairs; the remaining track runs alone, for its reward. 1: the paper's
-    single-pair mode."""
+    """End a stream after this many pairs; the other track runs on, for its reward. 1: as in the paper."""
     prefix_in_gradient: Annotated[bool, When(".pair_weight", "paper"), When("packing.layout", "expanded")] = (
         False
     )
@@ -353,9 +351,8 @@ class RolloutRecipe(Section):
     """Record the experts that each MoE layer chose for every token but an environment's, and train with them
     (router replay, R3, arXiv:2510.11370); gates are the trainer's. Servers must be started with it, too."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
-    """Record routes on disk as well, hundreds of bytes per token. If false, a replayed
-    step uses the trainer's own routing, and a step killed between its harvest and its update is generated
-    again."""
+    """Record routes on disk as well, hundreds of bytes per token. If false, a replayed step uses the
+    trainer's own routing, and a step killed between its harvest and its update is generated again."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens that end a harvest early: a step's, or with ``loss.dynamic_sampling`` a batch's."""
     carry_over: Annotated[bool, When(".tokens_per_step")] = False
@@ -373,8 +370,7 @@ class RolloutRecipe(Section):
     mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be started with it, too."""
     vllm: Options = {}
     """Further fields of vLLM's ``EngineArgs``, as ``{async_scheduling: false}``, on GPUs
-    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused. Start servers with
-    it, too."""
+    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused. Servers need it."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
@@ -391,9 +387,8 @@ class RolloutRecipe(Section):
     servers: Annotated[list[str], When(".engine", "server")] = []
     """Base URLs of the replicas."""
     staleness: Annotated[NonNegativeInt, When(".engine", "server")] = 0
-    """Number of steps that are harvested while an earlier step trains. A token is trained at
-    most this many weight syncs after it was sampled. 0: each step is harvested with the weights that it
-    trains."""
+    """Number of steps that are harvested while an earlier step trains. A token is trained at most this
+    many weight syncs after it was sampled. 0: each step is harvested with the weights that it trains."""
     on_sync: Annotated[Literal["continue", "recompute"], When(".staleness")] = "continue"
     """KV cache with which a request in flight resumes after a weight sync: its own,
     computed with older weights, or one that the new weights recompute for all its tokens."""
@@ -464,8 +459,7 @@ class RewardRecipe(Section):
     """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
     from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
-    """``strict``: refuse programs if the machine cannot isolate them; ``best_effort``: warn, do what it
-    can."""
+    """``strict``: refuse programs where they cannot be isolated; ``best_effort``: warn, do what one can."""
     weights: dict[str, Real] = {}
     """Weights of the named rewards that graders of your own return, ``{correct: 1, format: 0.2}``: the reward
     is their weighted sum. A weight of 0 only logs."""
@@ -577,8 +571,7 @@ class ParallelRecipe(Section):
     sequence: bool | None = None
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
     recompute: Literal["none", "mlp", "full"] = "none"
-    """Part that the backward pass recomputes instead of keeping: nothing, each layer's MLP or experts, or
-    whole layers."""
+    """Part that the backward pass recomputes: nothing, each layer's MLP or experts, or whole layers."""
     fusions: bool | None = None
     """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
     and accumulation of gradients; default: on GPUs."""
@@ -654,16 +647,14 @@ class ReportRecipe(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to which numbers and recipe are logged; needs the package wandb."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
-    """Recorded rollouts to keep: all, evaluated steps', or the newest N; a later checkpoint removes
-    others."""
+    """Recorded rollouts to keep: all, evaluated steps', or the newest N; later checkpoints remove others."""
 
 
 class ProfileRecipe(Section):
     """Output of PyTorch's profilers, in the run's folder ``profile/``."""
 
     steps: list[PositiveInt] = []
-    """Steps that every rank traces, counted from 1, for Chrome's and Perfetto's viewers. Traced steps are
-    slower."""
+    """Steps that every rank traces, from 1 on, for Chrome's and Perfetto's viewers; they are slower."""
 
 
 class ClusterRecipe(Section):
@@ -700,7 +691,7 @@ class Recipe(Section):
     variant: dict[str, str] = {}
     """Keys and values that the command line changed in the recipe file; filled in by loading."""
     seed: NonNegativeInt = 0
-    """Seed of prompts, sampling and intervals. Part of the run folder's name."""
+    """Seed of prompts and sampling. Part of the run folder's name."""
     steps: PositiveInt | None = None
     """End the run after this many steps. One of this and the next three must be set; the first ends it."""
     gpu_hours: PositiveFloat | None = None
@@ -810,8 +801,7 @@ class Recipe(Section):
         return f"{prompt} + {self.longest_response_text} = {self.longest_path}"
 
     def of_benchmark(self, benchmark: BenchmarkRecipe) -> Recipe:
-        """Return the recipe of a benchmark's harvest: independent responses without a step's limits, sampled
-        as it says."""
+        """Return the recipe of a benchmark's harvest: independent responses, sampled as it says."""
         # The benchmark's own keys come after those of all benchmarks.
         said = {
             key: value

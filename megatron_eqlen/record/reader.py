@@ -50,9 +50,8 @@ class PartialRolloutError(ValueError):
 def read_step(
     folder: str | Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Rollout]:
-    """Return the rollouts of a step's folder, of all ranks, in training order; each once. ``prompt_ids``:
-    only those of these prompts. ``without``: columns that are left out. Raises ValueError for a folder
-    without rollouts, which is no step's."""
+    """Return the rollouts of a step's folder, of all ranks, in training order; each once. ``prompt_ids``: of
+    these prompts alone. ``without``: columns to leave out. Raises ValueError for none."""
     if not (files := step_files(Path(folder))):
         raise ValueError(f"{folder}: expected a recorded step (RUN/streams/step-*), found no {FILES}")
     files = _naming(files, prompt_ids)
@@ -237,8 +236,7 @@ def _in_order(files: Iterable[Path]) -> list[Path]:
 
 
 def check_file(path: Path) -> None:
-    """Verify the checksums of a file of rollouts or grades, if it was closed: the end of others may be torn.
-    Raises ValueError naming the file if it is damaged."""
+    """Verify the checksums of a closed file of rollouts or grades. Raises ValueError naming the file."""
     if is_closed(path):
         for _ in batches(path, GRADES if path.match(GRADE_FILES) else SEGMENTS):
             pass

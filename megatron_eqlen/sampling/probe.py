@@ -33,8 +33,7 @@ FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
 SEEDS = 1 << 10
 
 Place = tuple[int, int]
-"""Number of a part, and generated tokens of the response before the place: more than before the part, at most
-up to its end. The prompt: (-1, 0)."""
+"""Number of a part, and the response's generated tokens before the place, which is in it; (-1, 0): prompt."""
 
 
 class Probed(Harvester):

@@ -86,6 +86,8 @@ class TreeSampling(SamplingKind):
         parts = [part for rollout in rollouts for part in rollout.parts]
         lengths = [len(part) for part in parts]
         reasons = Counter(part.finish_reason for part in parts)
+        if not parts:  # all were cut before their first token
+            return {"harvest/completions": 0}
         return {
             "harvest/completions": len(parts),
             "harvest/supervised_tokens": sum(lengths),

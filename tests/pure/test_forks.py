@@ -249,6 +249,8 @@ def careful(rewards, lengths):
     ({"rule": {"fork": "marker"}}, "expected tree_sampling.marker, found None"),
     ({"rule": {"marker": "</think>"}}, "acts only with tree_sampling.fork: marker or profile"),
     ({"rule": {"fork": "death", "step_tokens": 3}}, "acts only with tree_sampling.fork: tokens or profile"),
+    ({"rule": {"fork": "profile", "step_tokens": 2}}, "no line forks after 4 tokens, with .*length: 3"),
+    ({"rule": {"fork": "profile", "marker": "m", "forks": 3}}, "forks: 3 acts only with step_tokens"),
     ({"rule": {"branching": 9, "forks": 12}}, "more than 2147483647 leaves"),
     ({"objective": "gr3"}, "gr3 with sampling: tree"),
     ({"objective": "ba"}, "ba with sampling: tree"),

@@ -296,6 +296,11 @@ def test_the_plan_says_what_it_assumes():
     assert "assumed: 40% of the peak FLOPs (10% with experts), 30% of memory bandwidth" in text
 
 
+def test_the_plan_says_what_a_token_is_compared_with():
+    keys = ["sampling=independent", "objective=dr_grpo", "loss.baseline=alive"]
+    assert "baseline alive" in describe(Job(load(ROOT / "recipes/qwen3_0.6b.yaml", keys)))
+
+
 def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
     save_tiny(tmp_path, "qwen3")
     paths = [f"model.path={tmp_path}", "cluster.gpu_memory_gib=1"]

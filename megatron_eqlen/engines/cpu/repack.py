@@ -7,8 +7,7 @@ from vllm.platforms import current_platform
 
 
 def repack(model: nn.Module) -> None:
-    """Prepack what a reload leaves stale on the CPU backend: kernels of experts, and an output layer tied to
-    the embeddings. Elsewhere there is nothing to do."""
+    """Prepack what a reload leaves stale on CPUs: kernels of experts, and a tied output layer."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():

@@ -1,6 +1,5 @@
-"""Our sampler, for CPUs: what vLLM's V2 model runner does on GPUs, in plain torch (vLLM 0.32). vLLM's V1
-model runner, the only one for CPUs, draws from generators that start over when a request is submitted again,
-and returns no sampling masks."""
+"""Our sampler, for CPUs: what vLLM's V2 model runner does on GPUs, in plain torch (vLLM 0.32). Its V1 runner,
+the only one for CPUs, has generators that start over with a request, and returns no sampling masks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Additions of this package to a vLLM server's workers (``--worker-extension-cls``): weights from the
-trainer. Importing it registers the weight-transfer backends ``eqlen_folder`` and ``eqlen_nccl``
-(``rollout.sync``)."""
+"""Weights from the trainer, for a vLLM server's workers (``--worker-extension-cls``). Importing it registers
+the weight-transfer backends ``eqlen_folder`` and ``eqlen_nccl`` (``rollout.sync``)."""
 
 from __future__ import annotations
 

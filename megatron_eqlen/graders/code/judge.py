@@ -57,8 +57,7 @@ def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> I
 
 
 def make_handler(isolation: dict[str, bool], python: str | None = None) -> Callable[[Item], Item]:
-    """Return a handler that answers ``{"program", "tests", "limits"}`` as ``judge`` does; with ``stdin`` and
-    ``function`` in place of tests, with an Execution."""
+    """Return a handler of ``{"program", "tests", "limits"}``: ``judge``, or an Execution without tests."""
     sandbox = Sandbox(Isolation(**isolation), python)
 
     def handle(item: Item) -> Item:

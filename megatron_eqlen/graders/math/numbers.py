@@ -117,8 +117,7 @@ def is_statement(equation: Any) -> bool:
 
 
 def same_without_solutions(gold: Any, answer: Any) -> bool:
-    """Return True if one ``Eq`` is a multiple of the other, or has a real solution. math-verify compares
-    solutions, so it takes all equations without one for equal."""
+    """Return True if one ``Eq`` is a multiple of the other, or has a real solution, as math-verify needs."""
     try:
         ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
         is_multiple = ratio.is_number and ratio.is_finite and ratio != 0

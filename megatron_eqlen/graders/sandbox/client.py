@@ -50,8 +50,7 @@ class SandboxError(RuntimeError):
 @dataclass(frozen=True)
 class Execution:
     status: str
-    """``finished``, or a verdict: ``compile_error``, ``runtime_error``, ``time_limit``, ``memory_limit``,
-    ``output_limit``."""
+    """``finished``, or a verdict: ``compile_error``, ``runtime_error`` or one of three limits'."""
     stdout: str = ""
     result: str | None = None
     """JSON of what the function returned, for a function call."""
@@ -196,8 +195,7 @@ def _record(report: bytes, token: str) -> tuple[str, str]:
 def _interpret(
     ending: dict, stdout: bytes, kind: str, told: str, limits: Limits, function: str | None
 ) -> Execution:
-    """Return how the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded; ``kind`` and
-    ``told``: its own report."""
+    """Return how the program ended. ``ending``: exit, seconds, limits; ``kind``, ``told``: its own report."""
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
     # In this order, since a limit that was met explains the exit status and what the program reports.

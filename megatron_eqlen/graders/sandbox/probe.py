@@ -119,8 +119,7 @@ def commands_refused() -> str | None:
 
 
 def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> Isolation:
-    """Return the isolation that this machine offers to programs of the interpreter ``python``, and log it.
-    Raises ValueError if ``strict`` asks for more."""
+    """Return and log the isolation of this machine's ``python``. Raises ValueError if ``strict``."""
     isolation = offered_isolation(python)
     if not isolation.strict and mode == "strict":
         offer = f"this machine offers {isolation}; code_sandbox: best_effort accepts less"
