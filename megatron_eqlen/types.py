@@ -97,7 +97,7 @@ class Grade:
     reward: float
     """Any finite number; built-in graders give 0 to 1. A truncated response counts as 0."""
     verdict: str
-    """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, ``scored``, ``unscored``."""
+    """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, ``scored``, ``unscored``, ..."""
     answer: str | None = None
     """Extracted answer, shortened to a line."""
     grader: str = ""

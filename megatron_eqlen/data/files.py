@@ -40,7 +40,7 @@ UTF8_MARK = b"\xef\xbb\xbf"
 
 
 def find_files(path: Path, *patterns: str) -> list[Path]:
-    """Return ``path`` if it is a file, else sorted files of the first ``*.jsonl *.parquet`` that has any."""
+    """Return ``path`` if it is a file, else the files below of the first pattern that has any, sorted."""
     if path.is_file():
         # a named file need not match a pattern, but parquet is no text
         kinds = {Path(each).suffix for pattern in patterns for each in pattern.split()}

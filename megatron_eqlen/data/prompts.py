@@ -56,7 +56,7 @@ class PromptMaker:
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
     ) -> Prompt:
-        """Return the prompt of a row. Raises BadRow for one too long, a chat as text, or a wrong gold."""
+        """Return the prompt of a row. Raises BadRow if it is too long, a chat as text, or has no gold."""
         grader = recipe.grader or row.grader
         if len(row.question) > CHARACTERS * self._data.max_prompt_length:  # which takes minutes to encode
             raise BadRow("too_long", f"{len(row.question):,} characters")

@@ -125,7 +125,7 @@ def close(core: EngineCore) -> None:
 
 
 def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Stream weights into the running model (vLLM's layerwise reload); again, if the stream raises."""
+    """Stream weights into the running model (vLLM's layerwise reload); after an error load it again."""
     executor: Any = core.model_executor
     runner = executor.driver_worker.worker.model_runner
     with contained():

@@ -295,7 +295,7 @@ def _scratch() -> str:
 
 
 def require_templates(golds: Mapping[str, str], options: Mapping[str, Any]) -> int:
-    """Return how many templates ``options`` name with ``{gold}``, for golds by row. ValueError for none."""
+    """Return how many templates ``options`` name with ``{gold}``. Raises ValueError if one is missing."""
     keys = [key for key in TEMPLATES if "{gold}" in str(options.get(key))]
     named = {_with_gold(options[key], gold): (key, row) for gold, row in golds.items() for key in keys}
     if missing := [name for name in named if not _is_there(name)]:
@@ -389,7 +389,7 @@ def _inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
 
 
 def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:
-    """Return ``folder`` with files of ``above`` over its own and links, and ``without`` others."""
+    """Return ``folder`` with the files of ``above`` over its own, also links, ``without`` others."""
     written = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(folder)) as under,

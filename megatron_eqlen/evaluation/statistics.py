@@ -62,7 +62,7 @@ def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> I
 
 
 def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
-    """Return ``after`` minus ``before``, [R] means by seed: paired t, problems held fixed. NaN for one."""
+    """Return ``after`` minus ``before``, [R] means by seed: paired t, problems fixed. NaN for one seed."""
     differences, method = after - before, "t over seeds"
     mean, count = float(differences.mean()), len(differences)
     if count == 1:

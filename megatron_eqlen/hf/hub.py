@@ -116,7 +116,7 @@ class HubRepo:
 
 
 def is_name(path: str) -> bool:
-    """Return True if ``path`` is a repository on the hub, ``ORG/NAME``, and neither is a local folder."""
+    """Return True if ``path`` is ``ORG/NAME`` on the hub: no local file, and no folder ``ORG``."""
     if not _NAME.fullmatch(path) or Path(path).exists() or path.endswith(FILE_SUFFIXES):
         return False
     first = path.partition("/")[0]

@@ -63,7 +63,7 @@ class Tokenizer:
         """Texts that ``encode`` turns into a token of its own, special or not: ``<think>``."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``. Special tokens without ``BREAK`` in them become their ids."""
+        """Return the ids of ``text``, none added; special tokens in it without ``BREAK`` become theirs."""
         # Cut at ``BREAK``, so that no token spans it: ``<`` and ``|im_end|>`` become text.
         pieces = encodable(text).split(BREAK)
         return [token for piece in pieces for token in self.backend.encode(piece, add_special_tokens=False)]

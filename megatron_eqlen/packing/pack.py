@@ -212,7 +212,7 @@ def _tree_parts(forest: Forest, budget: int) -> Parts:
 
 
 def _with_context(forest: Forest, nodes: np.ndarray, cuts: np.ndarray) -> Parts:
-    """Return ``nodes`` as parts from ``cuts`` on, behind their first nodes' ancestors as mere context."""
+    """Return ``nodes`` cut at ``cuts``, each part behind the ancestors of its first node, as context."""
     part, above = np.arange(len(cuts)), forest.parent[nodes[cuts]]
     # (parts, their nodes), then those of the ancestors, level by level up to the roots
     levels = [(np.repeat(part, np.diff(cuts, append=len(nodes))), nodes)]

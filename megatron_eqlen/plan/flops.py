@@ -88,7 +88,7 @@ def training_passes(job: Job) -> float:
 
 
 def training_flops(job: Job, trained: float, context: float) -> float:
-    """Return the FLOPs of training ``trained`` positions that see ``context`` others; frozen weights less."""
+    """Return the FLOPs of training ``trained`` positions beside ``context``, without frozen gradients."""
     loss, model = job.recipe.loss, job.model
     # Gradients of frozen weights would be as many operations as the linear layers' forward pass.
     frozen = loss.epochs * forward_flops(model, context=0.0) if job.recipe.lora.rank else 0.0

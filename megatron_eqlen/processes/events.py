@@ -122,7 +122,7 @@ def _lock(file: int) -> None:
 
 
 class EventWriter(logging.Handler):
-    """Writes a process's events from a thread: so slow disks delay nothing, from ``writing`` on."""
+    """Writes a process's events in a thread, so that slow disks delay nothing; ``writing`` begins it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -459,7 +459,7 @@ class RewardRecipe(Section):
     """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
     from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
-    """``strict``: refuse programs where they cannot be isolated; ``best_effort``: warn, do what one can."""
+    """``strict``: refuse programs where they cannot be isolated; ``best_effort``: warn, isolate less."""
     weights: dict[str, Real] = {}
     """Weights of the named rewards that graders of your own return, ``{correct: 1, format: 0.2}``: the reward
     is their weighted sum. A weight of 0 only logs."""
@@ -654,7 +654,7 @@ class ProfileRecipe(Section):
     """Output of PyTorch's profilers, in the run's folder ``profile/``."""
 
     steps: list[PositiveInt] = []
-    """Steps that every rank traces, from 1 on, for Chrome's and Perfetto's viewers; they are slower."""
+    """Steps, counted from 1, that every rank traces for Chrome's and Perfetto's viewers; they are slower."""
 
 
 class ClusterRecipe(Section):

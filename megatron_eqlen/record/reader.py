@@ -51,7 +51,7 @@ def read_step(
     folder: str | Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Rollout]:
     """Return the rollouts of a step's folder, of all ranks, in training order; each once. ``prompt_ids``: of
-    these prompts alone. ``without``: columns to leave out. Raises ValueError for none."""
+    these prompts alone. ``without``: columns to leave out. Raises ValueError if there are none."""
     if not (files := step_files(Path(folder))):
         raise ValueError(f"{folder}: expected a recorded step (RUN/streams/step-*), found no {FILES}")
     files = _naming(files, prompt_ids)

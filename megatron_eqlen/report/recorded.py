@@ -1,4 +1,4 @@
-"""Recorded steps: are they whole, their verdicts, and their rollouts as pages have them."""
+"""Recorded steps: what is missing of them, their verdicts, and their rollouts as pages have them."""
 
 from __future__ import annotations
 

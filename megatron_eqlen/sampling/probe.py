@@ -33,7 +33,7 @@ FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
 SEEDS = 1 << 10
 
 Place = tuple[int, int]
-"""Number of a part, and the response's generated tokens before the place, which is in it; (-1, 0): prompt."""
+"""A place: the number of its part, and the response's generated tokens before it. The prompt: (-1, 0)."""
 
 
 class Probed(Harvester):

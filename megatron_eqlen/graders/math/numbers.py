@@ -117,7 +117,7 @@ def is_statement(equation: Any) -> bool:
 
 
 def same_without_solutions(gold: Any, answer: Any) -> bool:
-    """Return True if one ``Eq`` is a multiple of the other, or has a real solution, as math-verify needs."""
+    """Return True if one ``Eq`` is a multiple of the other, or has a real solution to compare."""
     try:
         ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
         is_multiple = ratio.is_number and ratio.is_finite and ratio != 0

@@ -50,7 +50,8 @@ class SandboxError(RuntimeError):
 @dataclass(frozen=True)
 class Execution:
     status: str
-    """``finished``, or a verdict: ``compile_error``, ``runtime_error`` or one of three limits'."""
+    """``finished``, or a verdict: ``compile_error``, ``runtime_error``, ``time_limit``, ``memory_limit``,
+    ``output_limit``."""
     stdout: str = ""
     result: str | None = None
     """JSON of what the function returned, for a function call."""

@@ -119,7 +119,7 @@ def commands_refused() -> str | None:
 
 
 def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> Isolation:
-    """Return and log the isolation of this machine's ``python``. Raises ValueError if ``strict``."""
+    """Return, and log, this machine's isolation of ``python``. ValueError if ``strict`` asks for more."""
     isolation = offered_isolation(python)
     if not isolation.strict and mode == "strict":
         offer = f"this machine offers {isolation}; code_sandbox: best_effort accepts less"
