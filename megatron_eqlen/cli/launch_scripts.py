@@ -39,8 +39,8 @@ HYDRA = re.compile(r"\+{0,2}(~\w+(?:\.[\w-]+)+|(?:[a-z]\w*|[\w@]+(?:[./][\w@*-]+
 # ``python3.12``, ``/opt/bin/torchrun``
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = re.compile("GRPOConfig|GRPOTrainer|LoraConfig|get_peft_model|ModelConfig|ScriptArguments")
-# ``setattr(args, "beta", 0.1)``, ``dataclasses.replace(args, beta=0.1)``, ``vars(args).update(beta=0.1)``
-CHANGES = re.compile("setattr|replace|update")
+# ``dataclasses.replace(args, beta=0.1)``, ``vars(args).update(beta=0.1)``
+CHANGES = re.compile(r"(.*\.)?replace|(vars\(.*\)|.*\.__dict__)\.update")
 # Arguments of TRL's classes that are no options.
 OBJECTS = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 # What a configuration takes its defaults from that is verl's: its values are those of others_defaults.yaml.
@@ -164,10 +164,10 @@ def _of_python(text: str, remarks: list[str]) -> dict[str, Any]:
                 own = ("r", "lora_alpha") if name[0] == "LoraConfig" else ()  # 8, unless it says
                 words = {word.arg or "**": word.value for word in node.keywords}
                 calls[name[0]] = dict.fromkeys(own, ast.Constant(8)) | words
-            case ast.Call(func, words, given) if CHANGES.fullmatch(ast.unparse(func).rpartition(".")[2]):
-                names = [str(word.arg) for word in given]
-                names += [ast.unparse(word).strip("'\"") for word in words[1:2]]
-                later |= {key: node for key in names if _acts(key)}
+            case ast.Call(ast.Name("setattr"), [_, ast.Constant(str() as key), _]):
+                later |= {key: node} if _acts(key) else {}
+            case ast.Call(func, _, given) if CHANGES.fullmatch(ast.unparse(func)):
+                later |= {word.arg: node for word in given if word.arg and _acts(word.arg)}
             case ast.ClassDef(bases=[of, *_]) | ast.Call(_, [ast.Name() | ast.Attribute() as of, *_]):
                 is_theirs = PYTHON_CALLS.fullmatch(ast.unparse(of).rpartition(".")[2])
                 later |= {ast.unparse(node).partition("(")[0]: of} if is_theirs else {}

@@ -161,7 +161,7 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
                 "(data.instruction; a chat keeps its own), or name a grader that reads it"
             )
     seconds = max(grade.seconds for grade in grades) * is_import_path(prompt.grader)
-    unnamed = any(grade.verdict == "scored" and not grade.rewards for grade in grades)
+    unnamed = not any(grade.rewards for grade in grades)
     return FirstReward(prompt.source, prompt.grader, rewards, cause, failure, unnamed, seconds=seconds)
 
 

@@ -9,7 +9,6 @@ what the file has.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,7 +35,7 @@ from megatron_eqlen.graders.math.answer import normalize
 from megatron_eqlen.hf.dataset_files import split_of
 from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.rewards.functions import KINDS, RewardFunction, is_reward_function, reference
+from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, kind_of, reference
 
 GRADERS = ("math", "code")
 DEMONSTRATION = "demonstration"
@@ -132,12 +131,14 @@ def _row(
         # Values that the function's parameters name, beside the gold. Question and answer are known otherwise
         # where a row has none of this name, or where the recipe's `columns` take them from another column.
         known = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
-        extra = {name: value for name, value in known.items() if value is not None or name not in KINDS}
-        extra = {name: extra[name] for name in extra if name in layout.places.get(name, (name,))}
+        others = {name for name in known if kind_of(name) and name not in layout.places.get(name, (name,))}
+        others |= {name for name, value in known.items() if kind_of(name) and value is None}
+        extra = {name: value for name, value in known.items() if name not in others}
         answer = reference(fields.get("answer", ""), extra)
     else:
-        if grader == "math" and isinstance(fields["answer"], list):  # the roots 1 and -1
-            fields["answer"] = json.dumps([*map(str, fields["answer"])])
+        golds = fields["answer"]
+        if grader == "math" and isinstance(golds, list) and len(golds) > 1:  # the roots 1 and -1
+            fields["answer"] = ", ".join(answer_field({"answer": gold}, "answer") for gold in golds)
         answer = answer_field(fields, "answer")
         answer = final_answer(answer) if grader == "math" else answer
     return Problem(row_id, question, answer, grader, difficulty, instruction, messages=messages)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megatron_eqlen.evaluation.result import compare, over_seeds
+from megatron_eqlen.evaluation.result import compare, over_seeds, shared_questions
 from megatron_eqlen.evaluation.statistics import Interval, detectable_difference, seed_difference
 from megatron_eqlen.experiments.figures import curves, sheet
 from megatron_eqlen.experiments.run_groups import BASE, Group, RunResult, group_runs, read_run, run_folders
@@ -209,24 +209,16 @@ def by_benchmark(
 
 def difference(before: Group, after: Group, benchmark: str) -> Difference | None:
     """Return the difference, paired by seed, or by problem for fewer than two; None without evaluations."""
-    theirs, ours = _means(before, benchmark), _means(after, benchmark)
+    theirs, ours = before.by_seed(benchmark), after.by_seed(benchmark)
     seeds = sorted(theirs.keys() & ours.keys())
     if not (theirs and ours):
         return None
-    by_problem = compare(before.results(benchmark), after.results(benchmark))  # checks the questions
     if len(seeds) < 2:
-        return Difference(by_problem, None, len(seeds))
-    # [R] means of each side for the seeds that both have, in the same order.
-    pair = np.array([theirs[seed] for seed in seeds]), np.array([ours[seed] for seed in seeds])
+        return Difference(compare([*theirs.values()], [*ours.values()]), None, len(seeds))
+    # [R] means of each side for the seeds that both have, in the same order, on the questions that all have
+    results = shared_questions([side[seed] for side in (theirs, ours) for seed in seeds])
+    pair = np.array([result.scores.mean() for result in results]).reshape(2, len(seeds))
     return Difference(seed_difference(*pair), detectable_difference(*pair), len(seeds))
-
-
-def _means(group: Group, benchmark: str) -> dict[int, float]:
-    """Return each seed's accuracy."""
-    # The base is what the runs measured before their first step.
-    results = {run.recipe.seed: run.before if group.method == BASE else run.after for run in group.runs}
-    tested = {seed: by_name[benchmark] for seed, by_name in results.items() if benchmark in by_name}
-    return {seed: float(result.scores.mean()) for seed, result in tested.items()}
 
 
 def efficiency(groups: Sequence[Group]) -> Rows:
@@ -279,11 +271,11 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
                 for group, spent in zip(mine, costs, strict=True)
             ]
             notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
-    # Then benchmarks that were not evaluated alike.
-    for name in dict.fromkeys(name for group in groups for run in group.runs for name in run.after):
-        asked = [result.manifest for group in groups for result in group.results(name)]
-        differ = [key for key in ALIKE if any(each.get(key) != asked[0].get(key) for each in asked)]
-        notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []
+        # Then benchmarks that were not evaluated alike.
+        for name in dict.fromkeys(name for group in mine for run in group.runs for name in run.after):
+            asked = [result.manifest for group in mine for result in group.results(name)]
+            differ = [key for key in ALIKE if any(each.get(key) != asked[0].get(key) for each in asked)]
+            notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []
     return notes
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +56,13 @@ class Group:
     method: str
     runs: list[RunResult]
 
+    def by_seed(self, benchmark: str) -> dict[int, EvaluationResult]:
+        """Return the results by seed; of the base, which runs of one seed have measured alike, once each."""
+        every = [(run.recipe.seed, run.before if self.method == BASE else run.after) for run in self.runs]
+        return {seed: results[benchmark] for seed, results in every if benchmark in results}
+
     def results(self, benchmark: str) -> list[EvaluationResult]:
-        every: Iterable[dict[str, EvaluationResult]] = [run.after for run in self.runs]
-        if self.method == BASE:  # runs of one seed drew the same samples from it
-            every = {run.recipe.seed: run.before for run in self.runs if run.before}.values()
-        return [results[benchmark] for results in every if benchmark in results]
+        return [*self.by_seed(benchmark).values()]
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
@@ -131,12 +133,13 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
 
 def _labels(paths: Sequence[str]) -> list[str]:
     """Return a model's name for each path: as many of its last parts as tell it from the others."""
-    places = [Path(os.path.realpath(path)).parts for path in paths]
-    for parts in count(1):
-        labels = {place: "-".join(place[-parts:]) for place in places}
-        if len({*labels.values()}) == len(labels):
-            break
-    return [labels[place] for place in places]
+    real = {path: os.path.realpath(path) for path in paths}
+    names = {place: [part for part in Path(path).parts if part != "/"] for path, place in real.items()}
+    labels = dict[str, str]()
+    for count in range(1, 1 + max(map(len, names.values()))):
+        if len({*labels.values()}) < len(names):
+            labels = {place: "-".join(parts[-count:]) for place, parts in names.items()}
+    return [labels[real[path]] for path in paths]
 
 
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:

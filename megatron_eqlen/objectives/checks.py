@@ -79,11 +79,9 @@ def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"tree_sampling.fork: profile with rollout.tokens_per_step: {recipe.rollout.tokens_per_step}: a "
             "budget cuts or suspends the long trees, and the others say nothing of them"
         )
-    last, limit = (tree.step_tokens or 0) * tree.forks, recipe.rollout.max_response_length
-    if tree.fork == "profile" and last >= limit:
-        yield f"tree_sampling: no line forks after {last} tokens, with rollout.max_response_length: {limit}"
-    if tree.fork == "profile" and tree.marker and not tree.step_tokens and "forks" in tree.model_fields_set:
-        yield f"tree_sampling.forks: {tree.forks} acts only with step_tokens: forks follow the marker alone"
+    first, limit = tree.step_tokens or 0, recipe.rollout.max_response_length
+    if tree.fork == "profile" and first >= limit and not tree.marker:
+        yield f"tree_sampling: no line forks after {first} tokens, with rollout.max_response_length: {limit}"
     # parts are numbered as in a heap, up to the last leaf of a full tree, and records hold 32 bits
     leaves = 0 if tree.fork in ("death", "profile") else recipe.group_size * tree.branching**tree.forks
     if recipe.sampling == "tree" and leaves > LARGEST_NUMBER:

@@ -69,7 +69,8 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], job: Job) -> l
     raw["rollout"].pop("quantization", None)
     variants.append(("the run's", recipe.objective, raw.get("loss", {})))
     # draws of dynamic sampling may leave more than a step trains; other steps are whole
-    room = recipe.data.prompts_per_step if job.objective.dynamic_sampling else len(rollouts)
+    many = job.objective.dynamic_sampling and not recipe.rollout.carry_over
+    room = recipe.data.prompts_per_step if many else len(rollouts)
     alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
     refused: list[Agreement] = []
     for title, objective, loss in variants:

@@ -141,8 +141,9 @@ def _mean_reward(sampled: Sequence[tuple[float, np.ndarray]]) -> Interval:
         return change_of_mean(np.zeros(1), rewards[0])
     factors, means = np.array(weights) / np.mean(weights), np.array([values.mean() for values in rewards])
     mean = (factors * means).mean()
-    # unequal weights alone are no spread: responses that are all right have the interval of one value
-    return change_of_mean(np.zeros(1), mean + factors * (means - mean))
+    # unequal weights alone are no spread
+    spread = means if (means == means[0]).all() else mean + factors * (means - mean)
+    return change_of_mean(np.zeros(1), spread)
 
 
 def as_json(found: dict[str, Any]) -> dict[str, Any]:

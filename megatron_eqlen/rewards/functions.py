@@ -82,16 +82,16 @@ class RewardFunction:
     @property
     def needs_gold(self) -> bool:
         """True if a row without an answer cannot be graded."""
-        return any(_kind(name) == "gold" and one.default is one.empty for name, one in self._named.items())
+        return any(kind_of(name) == "gold" and one.default is one.empty for name, one in self._named.items())
 
     def columns(self, names: Sequence[str]) -> list[str]:
         """Return those of a file's columns that the function gets: all with ``**kwargs``. Raises ValueError
         for a parameter without a default that gets nothing."""
         top = dict.fromkeys(name.partition(".")[0] for name in names)
         for name, one in self._named.items():
-            if one.default is one.empty and not _kind(name) and not {name, name.removesuffix("s")} & {*top}:
+            if one.default is one.empty and not kind_of(name) and not {name, name.removesuffix("s")} & {*top}:
                 raise ValueError(f"{self.path}: {_no_value(name, top)}")
-        wanted = {name for name in self._named if _kind(name) not in OF_A_RESPONSE}
+        wanted = {name for name in self._named if kind_of(name) not in OF_A_RESPONSE}
         return [name for name in top if self._everything or {name, f"{name}s"} & wanted]
 
     def grade(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds = ()) -> Grade:
@@ -223,7 +223,7 @@ def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.P
 
 
 def _takes_response(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    if any(_kind(name) in OF_A_RESPONSE for name in parameters):
+    if any(kind_of(name) in OF_A_RESPONSE for name in parameters):
         return True
     only = [*parameters.values()]
     return len(only) == 1 and only[0].kind is only[0].VAR_KEYWORD
@@ -237,7 +237,7 @@ def _not_a_reward(parameters: Mapping[str, inspect.Parameter], path: str, key: s
     )
 
 
-def _kind(name: str) -> str | None:
+def kind_of(name: str) -> str | None:
     """Return what a parameter gets, by its name in the singular or plural."""
     return KINDS.get(name) or KINDS.get(name.removesuffix("s"))
 
@@ -245,7 +245,7 @@ def _kind(name: str) -> str | None:
 def _value(name: str, values: Mapping[str, Any], columns: Mapping[str, Any], in_lists: bool) -> Any:
     """Return the value of a parameter, ``Parameter.empty`` if there is none. A column of the file comes
     before a value that we know by the same name, except for the response."""
-    kind, singular = _kind(name), name if name in KINDS else name.removesuffix("s")
+    kind, singular = kind_of(name), name if name in KINDS else name.removesuffix("s")
     if kind not in OF_A_RESPONSE:
         # `labels` is the file's column of that name, or else its column `label` in a list of one
         for column in (name, singular):

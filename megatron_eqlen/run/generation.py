@@ -252,7 +252,8 @@ class Generator(InTurn):
                     "--replay, or start a new run from its weights (model.path)"
                 )
             self.source.load_state_dict(data_position)
-        self.suspended |= suspended_at(data_position)
+        if self.recipe.rollout.carry_over:  # not after ``--from`` a run that carried over
+            self.suspended |= suspended_at(data_position)
         if self.placed is not None:
             self.placed.seen = (data_position or {}).get(PLACED, {})
 

@@ -137,15 +137,17 @@ class RunFolder:
         """Begin, unless the run has begun, after another's step, ``RUN@STEP``, with its checkpoint, metrics,
         first evaluation and, if it ``carries`` rollouts over, the step's record. Raises RecipeError."""
         begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
+        run, _, step = source.rpartition("@")
+        # but for the record that an earlier try has copied
+        own = [number for number, _ in step_folders(self.streams) if not begun or f"{number + 1}" != step]
         saved = checkpoint_folder.latest(self.checkpoints) or self.lost_checkpoints()
-        if saved or (step_folders(self.streams) and not begun):
+        if saved or own or (begun and source not in begun):
             # the same command, given again, resumes the run
             if source not in begun:
                 raise RecipeError(
                     f"--from {source}: {self.path} has begun, {' and '.join(begun) or 'from nothing else'}"
                 )
             return
-        run, _, step = source.rpartition("@")
         kept = dict(step_folders(Path(run) / "checkpoints"))
         if not step.isdecimal() or int(step) not in kept:
             found = ", ".join(map(str, kept)) or "none"

@@ -362,6 +362,11 @@ def test_responses_of_unequal_weight_that_are_all_alike_have_the_interval_of_equ
     """A draw of streams counts by its share, which alone is no spread of rewards."""
     unequal = _mean_reward([(share, np.full(8, 0.5)) for share in (0.5, 0.25, 0.25)])
     assert (unequal.low, unequal.mean, unequal.high) == (0.5, 0.5, 0.5)
+    right = [
+        _mean_reward([(share, np.ones(4)) for share in shares]) for shares in ((0.7, 0.1, 0.2), (0.3,) * 3)
+    ]
+    assert right[0] == right[1]
+    assert right[0].low < 1, "three are few"
     rewards = [np.array(values) for values in ([0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0])]
     weighed = _mean_reward([*zip((0.4, 0.2, 0.2, 0.2), rewards, strict=True)])
     assert weighed.mean == pytest.approx(0.4 * 0.5 + 0.2 * 1 + 0.2 * 0.5)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
-from megatron_eqlen.experiments.run_groups import read_run, run_folders
+from megatron_eqlen.experiments.run_groups import _labels, read_run, run_folders
 from tests.kit.report_runs import recipe, write_run
 
 PROBLEMS, SAMPLES = 20, 4
@@ -108,6 +108,14 @@ def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert ratios == [1, 1], "to the first method of the same model"
 
 
+def test_names_of_models_are_names_of_files_and_links_keep_theirs(tmp_path):
+    for name in ("a/Tiny-1B", "snapshots/abc"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "Tiny-2B").symlink_to(tmp_path / "snapshots/abc")
+    assert _labels(["/Tiny-1B", f"{tmp_path}/a/Tiny-1B"]) == ["Tiny-1B", "a-Tiny-1B"]
+    assert _labels([f"{tmp_path}/Tiny-2B", f"{tmp_path}/./Tiny-2B"]) == ["Tiny-2B", "Tiny-2B"]
+
+
 def test_the_base_has_a_result_for_each_seed_also_where_two_are_equal(tmp_path):
     for seed, right in enumerate((0, 0, 20)):
         for sampling in ("independent", "equal_length"):
@@ -131,6 +139,7 @@ def test_a_problem_without_a_reward_costs_its_own_pair_alone_and_unequal_evaluat
     assert tables["Accuracy"][1]["aime25"]["paper"]["mean"] == pytest.approx(14 / 20)
     (row,) = tables["Difference"]
     assert row["aime25"]["seeds"] == 2
+    assert row["aime25"]["interval"]["mean"] == 0, "on the problems that all have"
     assert "Unequal evaluations of aime25: they differ in rollout" in tables["notes"]
 
 

@@ -214,11 +214,21 @@ def test_columns_that_begin_late_in_a_file_are_read(tmp_path):
 
 
 def test_a_list_of_golds_is_read_as_its_text_is(tmp_path):
-    rows = [
-        {"question": f"roots {n}", "answer": answer}
-        for n, answer in enumerate(([1, -1], ["1", "-1"], '["1", "-1"]'))
-    ]
-    assert [problem.gold for problem in read_rows(tmp_path, rows, grader="math")] == ["1, -1"] * 3
+    golds = ([1, -1], ["1", "-1"], '["1", "-1"]', ["π"], [70.0], [], [None, 1], [True, 1])
+    rows = [{"question": f"roots {n}", "answer": gold} for n, gold in enumerate(golds)]
+    read = [problem.gold for problem in read_rows(tmp_path, rows, grader="math")]
+    assert read == ["1, -1"] * 3 + ["π", "70"]
+
+
+def hard(completion, answer, difficulty, labels=("none",)):
+    return float((answer, difficulty, [*labels]) == ("4", 3, ["4"]))
+
+
+def test_columns_of_the_functions_own_names_stay_what_they_are(tmp_path):
+    """``difficulty`` is also a name of ours, ``labels`` a plural, which another row has."""
+    row = {"question": "2+2?", "answer": "4", "difficulty": 3, "pass_rate": 0.5}
+    others = [{"question": "1+1?", "answer": "2", "difficulty": 1, "labels": "x"}]
+    assert graded(tmp_path, hard, row, others=others, columns={"difficulty": "pass_rate"}).reward == 1.0
 
 
 @pytest.mark.parametrize(("function", "reward"), [(of_messages, 0.0), (of_trl_for_chats, 0.5)])

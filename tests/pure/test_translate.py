@@ -553,13 +553,15 @@ def test_what_python_assigns_or_makes_of_the_classes_is_a_hole(tmp_path):
         "args = Config(max_steps=9, seed=1, model_init_kwargs={'dtype': 'float32'}, logging_steps=1)\n"
         "args.num_generations += 2\nargs.logging_steps = 5\nnew = partial(Config, temperature=0.5)\n"
         "setattr(args, 'top_p', 0.9)\nargs = replace(args, learning_rate=5e-6)\nvars(args).update(top_k=3)\n"
-        "setattr(args, 'logging_steps', 2)\nname = name.replace('/', '-')\n"
+        "setattr(args, 'logging_steps', 2)\nname = text.replace('{x}', 'seed')\nos.replace(old, seed)\n"
+        "stats.update(seed=3, temperature=2)\n"
         "model = AutoModelForCausalLM.from_pretrained('M', load_in_4bit=True)\n"
     )
     done = translate("trl", tmp_path / "x.py")
     changed = {"group_size", "rollout.top_p", "optimizer.lr", "rollout.top_k"}
     assert done.holes.keys() >= changed | {"class Mine", "partial", "load_in_4bit"}
     assert "logging_steps" not in done.holes
+    assert done.keys["seed"] == 1
     assert (done.keys["steps"], done.keys["loss.kl_coef"], done.keys["model.dtype"]) == (9, 0, "float32")
     assert done.remarks[0] == "The file has several GRPOConfig; this is the last one's."
 
