@@ -68,7 +68,9 @@ class Job:
 
 
 def _lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the lines that are whole: the last one may be half written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def of_train(bed: Bed, folder: Path, options: tuple, faults: dict | None, environment: dict[str, str]) -> Job:
