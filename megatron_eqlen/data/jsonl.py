@@ -130,10 +130,10 @@ def _row(
     if function is not None:
         # Values that the function's parameters name, beside the gold. Question and answer are known otherwise
         # where a row has none of this name, or where the recipe's `columns` take them from another column.
-        known = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
-        others = {name for name in known if kind_of(name) and name not in layout.places.get(name, (name,))}
-        others |= {name for name, value in known.items() if kind_of(name) and value is None}
-        extra = {name: value for name, value in known.items() if name not in others}
+        extra = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
+        for name in filter(kind_of, [*extra]):
+            if extra[name] is None or name not in layout.places.get(name, (name,)):
+                del extra[name]
         answer = reference(fields.get("answer", ""), extra)
     else:
         golds = fields["answer"]

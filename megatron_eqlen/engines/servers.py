@@ -277,7 +277,7 @@ class ServerEngine:
         return NcclSender(self.pool, self.weights.shapes)
 
     def _connect(self, untouched: Contents | None) -> None:
-        """Set up all replicas that answer and began ``untouched`` (None: any). EngineError if none does."""
+        """Set up replicas that answer and have ``untouched`` weights (None: any). EngineError for none."""
         answers = self.pool.each("connecting", lambda replica: replica.set_up(untouched), self.pool.replicas)
         for replica, workers in answers.items():
             self._check_limits(replica, workers[0])

@@ -41,7 +41,7 @@ class EvaluationResult:
     benchmark: str
     answers: list[Answers]
     manifest: dict[str, Any]
-    """What was evaluated: files, questions, grader, sampling, model."""
+    """The subject of the evaluation: files, questions, grader, sampling, model."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -99,9 +99,8 @@ class EvaluationResult:
 def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:
     """Return how much better ``after`` is, paired by problem; several results are of training runs that
     differ in their seed. Raises ValueError for different questions."""
-    shared = shared_questions([*before, *after])
-    ours, theirs = shared[len(before) :], shared[: len(before)]
-    return statistics.paired_difference(_replicates(theirs), _replicates(ours))
+    shared, count = shared_questions([*before, *after]), len(before)
+    return statistics.paired_difference(_replicates(shared[:count]), _replicates(shared[count:]))
 
 
 def over_seeds(results: list[EvaluationResult]) -> tuple[Interval, Interval]:

@@ -152,8 +152,8 @@ class Scorer:
                 try:
                     grades |= zip(numbers, batch(numbers), strict=True)
                 except FAILURES:  # each alone says which
-                    alone = {n: partial(lambda batch, n: batch([n])[0], batch, n) for n in numbers}
-                    grades |= {n: self._attempt(alone[n], prompts[n]) for n in numbers}
+                    for n in numbers:
+                        grades[n] = self._attempt(lambda n=n, batch=batch: batch([n])[0], prompts[n])
         return [weighed(grades[number], self._reward.weights) for number in range(len(texts))]
 
     def close(self) -> None:
