@@ -4,11 +4,16 @@
 the limit -1.
 """
 
+from dataclasses import replace
+
 import pytest
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
+from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part
+from tests.kit.recipes import small
 from tests.kit.rollouts import build_trees
 from tests.pure.test_objectives_build import QUESTION, recipe
 
@@ -96,3 +101,15 @@ def test_a_trunk_that_ended_is_no_truncated_response_in_the_mean():
     pairs = [(segment(5, "stop", 0.8), segment(5)), (segment(5, "stop", 1.0), segment(5, "stop", 1.0))]
     stream = kit.stream(QUESTION, 0, 0, pairs, "both_ended")
     assert signs(stream, objective="dapo", equal_length__suffix_reward="mean") == LOSES
+
+
+MINE = replace(OBJECTIVES["dapo"], name="mine", overlong_buffer=64)
+
+
+@pytest.mark.parametrize(("name", "limit", "buffer"), [
+    (f"{__name__}:MINE", 8192, 64), (f"{__name__}:MINE", 100, 20), ("dapo", 8192, 1638),
+    ("dapo", 32768, 4096),
+])  # fmt: skip
+def test_the_buffer_is_the_objectives_own_and_at_most_a_fifth_of_the_limit(name, limit, buffer):
+    settings = small(objective=name, rollout={"max_response_length": limit})
+    assert Job(settings).objective.overlong_buffer == buffer

@@ -371,6 +371,8 @@ def test_responses_of_unequal_weight_that_are_all_alike_have_the_interval_of_equ
     weighed = _mean_reward([*zip((0.4, 0.2, 0.2, 0.2), rewards, strict=True)])
     assert weighed.mean == pytest.approx(0.4 * 0.5 + 0.2 * 1 + 0.2 * 0.5)
     assert weighed.low < weighed.mean < weighed.high
+    more = _mean_reward([*zip((0.4, 0.2, 0.2, 0.2), (values + 2 for values in rewards), strict=True)])
+    assert (more.low, more.high) == pytest.approx((weighed.low + 2, weighed.high + 2)), "as the rewards"
 
 
 @pytest.mark.parametrize(("text", "ends"), [
