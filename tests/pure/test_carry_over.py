@@ -367,6 +367,16 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
     assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.parts)
 
 
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_run_that_does_not_carry_over_takes_up_nothing_of_one_that_did(carries):
+    rollout = SimpleNamespace(carry_over=carries)
+    generator = SimpleNamespace(
+        source=None, placed=None, suspended={}, recipe=SimpleNamespace(rollout=rollout)
+    )
+    Generator.go_to(generator, {"suspended": [["p", 0, 2, 5]]})
+    assert list(generator.suspended) == [("p", 0)] * carries
+
+
 def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
     run = Run(tmp_path, recipe_of(SIMPLE), end=0.0)
     run.step(0, prompts_of(0, 1), budget=6)
