@@ -97,7 +97,7 @@ def test_two_models_have_columns_of_their_own(tmp_path):
 
 def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path):
     for seed, run in enumerate(("small", "large")):
-        folder = make_run(tmp_path / run, seed, 12 + seed)
+        folder = make_run(tmp_path / run, seed, 12 + seed, hours=0.5 + seed)
         text = (folder / "recipe.yaml").read_text().replace("models/Tiny-1B", f"runs/{run}/export")
         (folder / "recipe.yaml").write_text(text)
     (_, row) = tables_of(tmp_path)["Accuracy"]
