@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from megatron_eqlen.engines.protocol import Engine
 from megatron_eqlen.environments.conversation import Conversations
-from megatron_eqlen.evaluation.result import Answers, EvaluationResult, file_hashes
+from megatron_eqlen.evaluation.result import Answers, EvaluationResult, asked, file_hashes
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
@@ -35,15 +34,21 @@ def evaluate(
     grades: Callable[[Prompt, int], bool] = all_rollouts,
     gather: Callable[[list], list] = list,
     conversations: Conversations | None = None,
+    earlier: EvaluationResult | None = None,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each,
     sampled as ``Recipe.of_benchmark`` says.
 
     Each of several engine replicas answers its ``share`` of the problems, each of its ranks ``grades`` some
     of them, and ``gather`` merges the results in any order. Responses are graded while others are generated.
-    The same weights and recipe give the same result. A problem with a response without a reward is left out,
-    also of the manifest's questions. Raises UnscoredError if all are.
+    The same weights and recipe give the same result: ``earlier`` is returned if it is of these. A problem
+    with a response without a reward is left out, also of the manifest's questions. Raises UnscoredError if
+    all are.
     """
+    files = file_hashes(local_path(benchmark), data_files(benchmark))
+    manifest = asked(benchmark, recipe) | {"policy_version": engine.policy_version, "sha256": files}
+    if earlier is not None and earlier.is_of(manifest):
+        return earlier
     sampling = recipe.of_benchmark(benchmark)
     seed = recipe.seed + EVALUATION_SEED
     plan = HarvestPlan(
@@ -81,7 +86,7 @@ def evaluate(
         benchmark=benchmark.name,
         # In the order of the benchmark: replicas answer in any order.
         answers=[answers[problem.prompt_id] for problem in problems],
-        manifest=_manifest(benchmark, problems, sampling, engine.policy_version, graders),
+        manifest=manifest | {"question_ids": [problem.prompt_id for problem in problems], "graders": graders},
     )
 
 
@@ -110,22 +115,3 @@ def _verdict(completion: Part) -> str:
 
 def _grader(group: Rollout) -> str:
     return next((part.grade.grader for part in group.parts if part.grade), "")
-
-
-def _manifest(
-    benchmark: BenchmarkRecipe, problems: list[Prompt], recipe: Recipe, version: int, graders: list[str]
-) -> dict[str, Any]:
-    return {
-        "benchmark": benchmark.model_dump(mode="json"),
-        "sha256": file_hashes(local_path(benchmark), data_files(benchmark)),
-        "question_ids": [problem.prompt_id for problem in problems],
-        "graders": graders,
-        "model": recipe.model.path,
-        "policy_version": version,
-        "seed": recipe.seed,
-        "samples": recipe.group_size,
-        # Settings that change which responses are sampled.
-        "rollout": recipe.rollout.model_dump(
-            mode="json", include={"temperature", "top_p", "top_k", "min_p", "max_response_length"}
-        ),
-    }

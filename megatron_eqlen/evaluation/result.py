@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from pydantic import FiniteFloat, TypeAdapter
 from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.statistics import Interval
 from megatron_eqlen.files import expecting, read_json, write_json
+from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.types import Metrics
 
 SHARED = 0.9
@@ -69,6 +70,12 @@ class EvaluationResult:
         named = [f"{name} {value:g}" for name, value in cut.items() if value]
         return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
 
+    def is_of(self, manifest: Mapping[str, Any]) -> bool:
+        """Return True if this was measured as ``manifest`` says. A key of a benchmark or of the sampling that
+        one of them lacks, of another version of the package, is no difference."""
+        found = _settings(self.manifest)
+        return all(found.get(key, value) == value for key, value in _settings(manifest).items())
+
     def verdict_fraction(self, verdict: str) -> float:
         verdicts = [given for answers in self.answers for given in answers.verdicts]
         return verdicts.count(verdict) / len(verdicts)
@@ -94,6 +101,37 @@ class EvaluationResult:
             f"{name}/no_answer_fraction": self.verdict_fraction("no_answer"),
             f"{name}/mean_tokens": self.mean_tokens,
         }
+
+
+def _settings(manifest: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    sections = {name: of if name in ("benchmark", "rollout") else {"": of} for name, of in manifest.items()}
+    return {(name, key): value for name, section in sections.items() for key, value in section.items()}
+
+
+def asked(benchmark: BenchmarkRecipe, recipe: Recipe) -> dict[str, Any]:
+    """Return what a result's manifest takes from the recipe."""
+    sampling = recipe.of_benchmark(benchmark)
+    kept = {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_response_length",
+    }  # change which responses are sampled
+    return {
+        "benchmark": benchmark.model_dump(mode="json"),
+        "model": recipe.model.path,
+        "seed": recipe.seed,
+        "samples": sampling.group_size,
+        "rollout": sampling.rollout.model_dump(mode="json", include=kept),
+    }
+
+
+def has_all(path: Path, recipe: Recipe) -> bool:
+    """Return True if ``path``, of ``write_results``, has the results that the recipe asks for by now."""
+    benchmarks = recipe.evaluation.benchmarks
+    found = {result.benchmark: result for result in read_results(path)} if benchmarks else {}
+    return all(each.name in found and found[each.name].is_of(asked(each, recipe)) for each in benchmarks)
 
 
 def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:

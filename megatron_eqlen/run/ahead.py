@@ -81,8 +81,8 @@ class Ahead(Rollouts):
             wait(self.under_way)
             agree(lambda: None)  # the other ranks wait, too
 
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        return self.generator.evaluate(benchmark)
+    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
+        return self.generator.evaluate(benchmark, earlier)
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         position = data_position or {"source": None, "oldest": []}

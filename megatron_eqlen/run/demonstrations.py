@@ -52,12 +52,12 @@ class Demonstrations(Rollouts):
         self.newest = policy
         return {}
 
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
         assert self.engine is not None
         if self.newest is not None:
             self.engine.update_weights(self.newest)
             self.newest = None
-        return self.engine.evaluate(benchmark)
+        return self.engine.evaluate(benchmark, earlier)
 
 
 def demonstrated(row: Demonstration, policy_version: int) -> Rollout:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
+from megatron_eqlen.files import step_name
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
@@ -15,6 +16,9 @@ from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
+
+PARTIAL = ".partial"
+"""Suffix of an evaluation's file while benchmarks are missing in it."""
 
 
 class Evaluations:
@@ -25,10 +29,16 @@ class Evaluations:
         self._before: list[EvaluationResult] = []
         self._newest: list[EvaluationResult] = []
 
-    def evaluate(self, label: str, rollouts: Rollouts) -> Metrics:
-        """Evaluate all benchmarks with the engine's weights; a result file that exists is not made again."""
+    def evaluate(self, label: str, rollouts: Rollouts, steps: int) -> Metrics:
+        """Evaluate all benchmarks with the engine's weights, those after ``steps``, but for results that are
+        there: of a try that was cut off, or of the last step as ``after``."""
         path = self._folder.evaluation(label)
-        self._newest, metrics = evaluate(self._session, rollouts, path, label, self._before)
+        files = (path.with_suffix(PARTIAL), path, self._folder.evaluation(step_name(steps)))
+        earlier = agree(lambda: next((read_results(file) for file in files if file.exists()), []))
+        if label == "before" and steps:
+            self._before = earlier  # nothing has the weights of before the first step any more
+            return {}
+        self._newest, metrics = evaluate(self._session, rollouts, path, label, self._before, earlier)
         if label == "before":
             self._before = self._newest
         return metrics
@@ -44,19 +54,28 @@ class Evaluations:
 
 
 def evaluate(
-    session: Session, rollouts: Rollouts, path: Path, label: str, before: Sequence[EvaluationResult] = ()
+    session: Session,
+    rollouts: Rollouts,
+    path: Path,
+    label: str,
+    before: Sequence[EvaluationResult] = (),
+    earlier: Sequence[EvaluationResult] = (),
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Evaluate all benchmarks into ``path``, or read it if it exists. ``before``: to compare with."""
-    results: list[EvaluationResult] = []
-    metrics: Metrics = {}
-    if rollouts.benchmarks and agree(path.exists):
-        results = read_results(path)
-    elif rollouts.benchmarks:
-        rollouts.settle()
-        with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
-            results = [rollouts.evaluate(benchmark) for benchmark in rollouts.benchmarks]
-        if distributed.is_rank0():
-            write_results(path, results)
+    """Evaluate all benchmarks into ``path``, one after the other. ``before``: to compare with. ``earlier``:
+    results, of which those that are of the same weights and settings are not measured again."""
+    if not rollouts.benchmarks:
+        return [], {}
+    known = {result.benchmark: result for result in earlier}
+    partial = path.with_suffix(PARTIAL)
+    rollouts.settle()
+    with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
+        for benchmark in rollouts.benchmarks:
+            known[benchmark.name] = rollouts.evaluate(benchmark, known.get(benchmark.name))
+            if distributed.is_rank0():
+                write_results(partial, [*known.values()])
+    if distributed.is_rank0():
+        partial.replace(path)
+    results = [known[benchmark.name] for benchmark in rollouts.benchmarks]
     for result in results:
         metrics |= result.metrics()
         accuracy = f"{result.benchmark} avg@{result.samples} {result.accuracy}"

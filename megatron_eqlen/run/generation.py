@@ -109,8 +109,8 @@ class Rollouts:
     def settle(self) -> None:
         """Wait for the harvests under way: an evaluation has the engine for itself."""
 
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        """Evaluate a benchmark with the engine's current weights."""
+    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
+        """Evaluate a benchmark with the engine's current weights. ``earlier``: result that may be of them."""
         raise AssertionError("without an engine there are no benchmarks")
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
@@ -356,7 +356,7 @@ class Generator(InTurn):
         data, tokenizer = self.recipe.data, self.session.tokenizer
         return agree(lambda: read_benchmark(benchmark, data, tokenizer, self._tools))
 
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
         session = self.session
         return evaluate(
             self.engine,
@@ -369,6 +369,7 @@ class Generator(InTurn):
             grades=session.replicas.grades,
             gather=gather,
             conversations=self.conversations,
+            earlier=earlier,
         )
 
     # ---- weights ------------------------------------------------------------------------------------

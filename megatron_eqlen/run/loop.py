@@ -55,7 +55,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
         # the rollouts exist only now, so only now can they go to the checkpoint's position
         run.resume(rollouts)
         rollouts.update_weights(policy)
-        run.evaluations.evaluate("before", rollouts)
+        run.evaluations.evaluate("before", rollouts, run.steps)
         while run.has_next_step():
             step = rollouts.collect(run.begin(policy))
             step, trees = run.build_trees(step)
@@ -75,7 +75,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
         if run.steps == until:
             run.export(policy)
         elif run.complete:
-            run.evaluations.evaluate("after", rollouts)
+            run.evaluations.evaluate("after", rollouts, run.steps)
             # the export needs the room of the KV cache
             rollouts.sleep()
             run.export(policy)

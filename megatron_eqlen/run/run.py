@@ -212,7 +212,8 @@ class Run:
         every = self.recipe.evaluation.every
         if not every or (step.number + 1) % every:
             return step
-        step = step.log(self.evaluations.evaluate(step_name(step.number + 1), rollouts))
+        number = step.number + 1
+        step = step.log(self.evaluations.evaluate(step_name(number), rollouts, number))
         if distributed.is_rank0():
             self.page.update()
         return step

@@ -186,10 +186,12 @@ class RunFolder:
         return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
 
     def ended(self, recipe: Recipe) -> bool:
-        """Return True if nothing of ``recipe`` is left to do here."""
-        from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
+        """Return True if nothing of ``recipe`` is left to do here; its evaluation may ask for more by now."""
+        # imports what `eqlen plan` has no use for
+        from megatron_eqlen.evaluation.result import has_all
+        from megatron_eqlen.report.status import is_complete
 
-        return is_complete(self.path, recipe)
+        return is_complete(self.path, recipe) and has_all(self.evaluation("after"), recipe)
 
     def wrote(self, export: Path) -> None:
         """Record the contents of ``export/`` or ``adapter/``."""
@@ -219,14 +221,11 @@ class RunFolder:
         """Rename the final evaluation and exports of an ended run after its last step: the run continues."""
         metrics = read_newest(self.path, 1)
         label = step_name(int(metrics[-1]["step"]) if metrics else 0)
-        ended = {
-            self.evaluation("after"): self.evaluation(label),
-            self.export: self.path / f"export-{label}",
-            self.adapter: self.path / f"adapter-{label}",
-        }
-        for end, then in ended.items():
-            if end.exists():
-                end.rename(unused(then))
+        if (after := self.evaluation("after")).exists():
+            after.replace(self.evaluation(label))  # has all that the step's own evaluation had
+        for export in (self.export, self.adapter):
+            if export.exists():
+                export.rename(unused(self.path / f"{export.name}-{label}"))
 
     def check(self, recipe: Recipe) -> None:
         """Raise RecipeError if another recipe's run is in the folder, OSError if it cannot be written."""

@@ -1,5 +1,6 @@
 """Runs that stop, are killed, skip updates or lose a checkpoint, and resume."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_eqlen.evaluation.result import read_results
+from megatron_eqlen.job import load
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.record.arrow_log import batches
@@ -240,6 +243,29 @@ def test_a_run_ends_with_its_budget_and_resumes_with_more_to_the_same_bits(home,
     weights = [load_file(run / "export/model.safetensors") for run in (folder, trained)]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
+
+
+def test_an_ended_run_measures_what_its_evaluation_lacks_and_nothing_twice(home, trained):
+    folder = shutil.copytree(trained, home / "measured")
+    before, after = (folder / f"evaluation/{name}.json" for name in ("before", "after"))
+    first, (record,) = before.read_bytes(), json.loads(after.read_text())
+    record["answers"][0]["verdicts"][0] = "marked"
+    (folder / "evaluation/step-00000003.json").write_text(json.dumps([record]))
+    after.unlink()
+    same = load(home / "recipe.yaml").evaluation.benchmarks[0].model_dump(mode="json", exclude_unset=True)
+    both = f"evaluation.benchmarks={json.dumps([same, same | {'name': 'fewer', 'limit': 2}])}"
+    run(*command(home, "measured", both))
+    answers = {result.benchmark: result.answers for result in read_results(after)}
+    assert answers["questions"][0].verdicts[0] == "marked", (
+        "the last step's own evaluation is of these weights"
+    )
+    assert [len(answers["fewer"]), len(answers["fewer"][0].rewards)] == [2, 2]
+    assert "complete; see" in run(*command(home, "measured", both)).stdout
+    run(*command(home, "measured", both, "evaluation.samples=3"))
+    for result in read_results(after):
+        assert result.samples == 3
+        assert result.verdict_fraction("marked") == 0
+    assert before.read_bytes() == first, "no weights are left to measure before training"
 
 
 def test_a_run_whose_checkpoints_or_records_are_gone_says_so(home, trained):

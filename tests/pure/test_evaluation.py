@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +25,9 @@ from megatron_eqlen.evaluation.result import (
 )
 from megatron_eqlen.job import answering, load
 from megatron_eqlen.recipe import BenchmarkRecipe, RolloutRecipe
-from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.run.evaluations import leaderboard
+from megatron_eqlen.rewards.scoring import Scorer, UnscoredError
+from megatron_eqlen.run.evaluations import Evaluations, leaderboard
+from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.recipes import SAMPLED, small
 
@@ -199,6 +203,81 @@ def test_results_survive_the_disk_and_bad_files_are_named(recipe, tmp_path):
     path.write_text('[{"benchmark": "sums"}]')
     with pytest.raises(ValueError, match=r"before\.json: expected an evaluation result"):
         read_results(path)
+
+
+CHANGES = {
+    "weights": (1, {}, {}, False),
+    "samples": (0, {"samples": 2}, {}, False),
+    "sampling": (0, {"temperature": 1.0}, {}, False),
+    "limit": (0, {}, {"limit": 1}, False),
+    "seed": (0, {}, {}, True),
+    "nothing": (0, {}, {}, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_stored_result_stands_for_the_same_weights_questions_and_sampling_alone(recipe, tmp_path, name):
+    write_results(tmp_path / "stored.json", [run(recipe, AnsweringEngine(ANSWERS))])
+    (stored,) = read_results(tmp_path / "stored.json")
+    version, of_all, of_one, seed = CHANGES[name]
+    raw = recipe.model_dump() | {"seed": recipe.seed + seed}
+    raw["evaluation"] |= of_all
+    raw["evaluation"]["benchmarks"][0] |= of_one
+    engine = AnsweringEngine(ANSWERS, policy_version=version)
+    again = run(recipe.model_validate(raw), engine, earlier=stored)
+    assert (again is stored) == (not engine.asked) == (name == "nothing")
+
+
+def test_a_stored_result_stands_until_its_file_changes(recipe):
+    stored, file = run(recipe, AnsweringEngine(ANSWERS)), Path(recipe.evaluation.benchmarks[0].path)
+    # as an older version of the package, which knew fewer settings, wrote it
+    older = {key: value for key, value in stored.manifest["rollout"].items() if key != "min_p"}
+    stored = replace(stored, manifest=stored.manifest | {"rollout": older})
+    assert run(recipe, AnsweringEngine(ANSWERS), earlier=stored) is stored
+    file.write_bytes(b"another file")
+    assert run(recipe, AnsweringEngine(ANSWERS), earlier=stored) is not stored
+
+
+class Scored(Rollouts):
+    """Rollouts whose benchmarks have given results; one is out of order."""
+
+    def __init__(self, *names: str) -> None:
+        self.benchmarks = [BenchmarkRecipe(name=name, path="x") for name in names]
+        self.fails, self.measured = "", []
+
+    def evaluate(self, benchmark, earlier):
+        if earlier is None and benchmark.name == self.fails:
+            raise UnscoredError("no grader")
+        if earlier is None:
+            self.measured.append(benchmark.name)
+        return earlier or replace(make_result(np.ones((2, 3))), benchmark=benchmark.name)
+
+
+@contextmanager
+def stage(name, patience):
+    yield {}
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_benchmark_that_fails_costs_no_other_and_no_weights_of_before_are_invented(tmp_path):
+    said: list[str] = []
+    session = SimpleNamespace(recipe=small(), stage=stage, progress=SimpleNamespace(say=said.append))
+    folder = SimpleNamespace(evaluation=lambda label: tmp_path / f"{label}.json")
+    evaluations, rollouts = Evaluations(session, folder), Scored("first", "second")
+    rollouts.fails = "second"
+    with pytest.raises(UnscoredError):
+        evaluations.evaluate("after", rollouts, 3)
+    assert not (tmp_path / "after.json").exists(), "a run with that file has ended"
+    rollouts.fails = ""
+    evaluations.evaluate("after", rollouts, 3)
+    assert rollouts.measured == ["first", "second"]
+    assert [result.benchmark for result in read_results(tmp_path / "after.json")] == ["first", "second"]
+    assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
+    evaluations.evaluate("before", rollouts, 3)
+    assert rollouts.measured == ["first", "second"], "a run that began without benchmarks has no first result"
+    assert not (tmp_path / "before.json").exists()
+    evaluations.evaluate("before", rollouts, 0)
+    assert rollouts.measured[2:] == ["first", "second"]
 
 
 def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult:
