@@ -24,7 +24,7 @@ def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS
     place = Place(job, job.recipe.run_folder if job else Path("runs"), short)
     wanting = []
     for entry in checks:
-        if short and not entry.in_short:
+        if (short and not entry.in_short) or (entry.of_inputs and "inputs" in wanting):
             continue
         finding = look(entry, place)
         # Nothing to look at here, such as NCCL on a machine without GPUs.

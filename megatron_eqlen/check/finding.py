@@ -74,6 +74,8 @@ class Check:
     needed: Callable[[Place], bool] = lambda place: True
     """True if a run cannot do without it; else ``missing`` and ``failed`` do not fail the command."""
     in_short: bool = True
+    of_inputs: bool = False
+    """True if it reads the model: left out where ``inputs`` has said what is wrong with that."""
 
 
 def gigabytes(size: float) -> str:

@@ -177,5 +177,5 @@ CHECKS = [
     Check("cores", cores),
     Check("memory", host_memory),
     Check("shared memory", shared_memory),
-    Check("space", space),
+    Check("space", space, of_inputs=True),
 ]

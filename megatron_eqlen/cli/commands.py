@@ -78,7 +78,7 @@ def check(arguments: argparse.Namespace) -> int:
         return Finding("ok", f"{place.folder} can begin or resume")
 
     recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    checks = [*CHECKS, Check("start", start, in_short=False)]
+    checks = [*CHECKS, Check("start", start, in_short=False, of_inputs=True)]
     job = Job(pinned(recipe, recipe.run_folder)) if recipe else None
     return check(job, arguments.short, checks)
 

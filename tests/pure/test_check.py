@@ -144,6 +144,12 @@ def test_a_recipe_for_gpus_is_not_ready_without(no_gpu, tmp_path, monkeypatch, c
     assert "cluster.device=cpu" in printed
     assert "failed   inputs              RecipeError: model.path: models/Qwen3-32B does not exist" in printed
     assert re.search("NOT READY for qwen3_32b: inputs,.* gpus", printed)
+    assert cli.main(["check", str(LARGE), "cluster.device=cpu", "cluster.nodes=1"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("models/Qwen3-32B") == 1, (
+        "what is missing is said once, not by all that would read it"
+    )
+    assert "NOT READY for qwen3_32b: inputs\n" in printed
 
 
 # ---- software ----------------------------------------------------------------------------------------
