@@ -315,6 +315,12 @@ def remarks(job: ResolvedRecipe) -> list[str]:
             f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} is more than the run's {updates} "
             f"updates: the learning rate does not reach optimizer.lr"
         )
+    one = recipe.loss.minibatches * recipe.loss.epochs == 1 and recipe.loss.old_logprobs == "recompute"
+    if one and (clips := clip_keys(recipe.loss)):
+        sentences.append(
+            f"{', '.join(f'loss.{key}' for key in clips)}: nothing is clipped: with one update a step "
+            "(loss.minibatches x loss.epochs) all ratios are 1"
+        )
     uncorrected = recipe.loss.rollout_is == "none" and recipe.loss.old_logprobs == "recompute"
     if recipe.rollout.trains_older and uncorrected:
         sentences.append(

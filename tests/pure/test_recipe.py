@@ -287,6 +287,7 @@ def test_a_key_that_is_switched_on_as_by_default_is_refused_where_it_cannot_act(
     ("steps=30 rollout.carry_over=true rollout.tokens_per_step=9 loss.rollout_rs.token_k1=1e6",
      "loss.rollout_rs alone leaves out what is too far off"),
     ("optimizer.warmup_steps=7 loss.epochs=2", "warmup_steps: 7 is more than the run's 6 updates"),
+    ("steps=30 loss.clip_ratio_high=0.3", "loss.clip_ratio_high: nothing is clipped: with one update a step"),
 ])  # fmt: skip
 def test_a_key_that_does_little_is_a_remark(tmp_path, overrides, remark):
     path = tmp_path / "r.yaml"
@@ -294,6 +295,12 @@ def test_a_key_that_does_little_is_a_remark(tmp_path, overrides, remark):
     recipe = load(path, overrides.split())
     (text,) = remarks(Job(recipe))
     assert remark in text
+
+
+@pytest.mark.parametrize("more", [{"epochs": 2}, {"minibatches": 2}, {"old_logprobs": "rollout"}])
+def test_a_clip_that_may_act_is_no_remark(more):
+    recipe = small(rollout={"keep_sampling_mask": True}, loss={"clip_ratio_high": 0.3} | more)
+    assert not any("clipped" in text for text in remarks(Job(recipe)))
 
 
 @pytest.mark.parametrize(("key", "text", "value"), [
