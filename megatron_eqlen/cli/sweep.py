@@ -15,8 +15,10 @@ from megatron_eqlen.recipe.inputs import fetch, pinned
 
 
 def read(path: Path, overrides: Sequence[str]) -> Plan:
-    """Read the sweep's runs. Raises RecipeError for a file that is no sweep."""
-    return Plan(load_sweep(path), overrides)
+    """Read the sweep's runs. Raises RecipeError for a file that is no sweep, or a run that is invalid."""
+    plan = Plan(load_sweep(path), overrides)
+    plan.recipes()
+    return plan
 
 
 def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
@@ -52,9 +54,7 @@ def submissions(plan: Plan) -> Iterator[str]:
 
 
 def description(plan: Plan) -> str:
-    """Return the plan as text. Raises RecipeError for a run whose recipe is invalid."""
-    # Checks every recipe before anything is printed.
-    plan.recipes()
+    """Return the plan as text."""
     sweep = plan.sweep
     fewer = ", some with fewer" if sweep.fewer_seeds else ""
     lines = [

@@ -107,6 +107,11 @@ class Plan:
             made = cell.recipe_file, recipes[-1].model_copy(update=own).model_dump_json()
             if (other := seen.setdefault(made, group)) != group:
                 raise RecipeError(f"{other} and {group}: expected methods that differ, found the same recipe")
+        known = {benchmark.name for recipe in recipes for benchmark in recipe.evaluation.benchmarks}
+        for number, table in enumerate(self.sweep.tables):
+            if unknown := [name for name in table.benchmarks or () if name not in known]:
+                expected = f"some of {', '.join(sorted(known))}" if known else "none: no recipe has any"
+                raise RecipeError(f"tables.{number}.benchmarks: expected {expected}, found {unknown[0]!r}")
         return recipes
 
     def references(self, cell: Cell) -> list[Cell]:

@@ -71,6 +71,13 @@ def test_recipes_and_methods_may_have_fewer_seeds(sweep, capsys):
     assert "2 recipes x 3 methods x 3 seeds, some with fewer = 12 runs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", [["--dry-run"], ["--tables"], []])
+def test_a_table_of_a_benchmark_that_no_recipe_has_is_refused(sweep, capsys, how):
+    text = SWEEP.replace("kind: difference,", "kind: difference, benchmarks: [sums, summs],")
+    assert cli.main(["sweep", str(write_sweep(sweep.parent, text)), *how]) == 2
+    assert "tables.1.benchmarks: expected some of sums, found 'summs'" in capsys.readouterr().err
+
+
 def test_a_second_call_starts_only_what_has_not_ended(sweep):
     with pytest.raises(KeyboardInterrupt):
         run(sweep, fails=lambda recipe: _interrupt() if recipe.run_folder.name == "grpo-seed1" else False)
