@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 from megatron_eqlen.engines.protocol import Engine
 from megatron_eqlen.environments.conversation import Conversations
@@ -34,21 +35,15 @@ def evaluate(
     grades: Callable[[Prompt, int], bool] = all_rollouts,
     gather: Callable[[list], list] = list,
     conversations: Conversations | None = None,
-    earlier: EvaluationResult | None = None,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each,
     sampled as ``Recipe.of_benchmark`` says.
 
     Each of several engine replicas answers its ``share`` of the problems, each of its ranks ``grades`` some
     of them, and ``gather`` merges the results in any order. Responses are graded while others are generated.
-    The same weights and recipe give the same result: ``earlier`` is returned if it is of these. A problem
-    with a response without a reward is left out, also of the manifest's questions. Raises UnscoredError if
-    all are.
+    The same weights and recipe give the same result. A problem with a response without a reward is left out,
+    also of the manifest's questions. Raises UnscoredError if all are.
     """
-    files = file_hashes(local_path(benchmark), data_files(benchmark))
-    manifest = asked(benchmark, recipe) | {"policy_version": engine.policy_version, "sha256": files}
-    if earlier is not None and earlier.is_of(manifest):
-        return earlier
     sampling = recipe.of_benchmark(benchmark)
     seed = recipe.seed + EVALUATION_SEED
     plan = HarvestPlan(
@@ -86,8 +81,15 @@ def evaluate(
         benchmark=benchmark.name,
         # In the order of the benchmark: replicas answer in any order.
         answers=[answers[problem.prompt_id] for problem in problems],
-        manifest=manifest | {"question_ids": [problem.prompt_id for problem in problems], "graders": graders},
+        manifest=subject(benchmark, recipe, engine.policy_version)
+        | {"question_ids": [problem.prompt_id for problem in problems], "graders": graders},
     )
+
+
+def subject(benchmark: BenchmarkRecipe, recipe: Recipe, version: int) -> dict[str, Any]:
+    """Return what decides a result: the recipe, the benchmark's files and the policy's ``version``."""
+    files = file_hashes(local_path(benchmark), data_files(benchmark))
+    return asked(benchmark, recipe) | {"policy_version": version, "sha256": files}
 
 
 def _answers(group: Rollout) -> Answers:

@@ -26,7 +26,7 @@ from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_ben
 from megatron_eqlen.engines.protocol import Engine, IdleEngine
 from megatron_eqlen.engines.teacher_server import TeacherServer
 from megatron_eqlen.environments.load import conversations, tools
-from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.evaluation.evaluate import evaluate, subject
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
@@ -357,7 +357,9 @@ class Generator(InTurn):
         return agree(lambda: read_benchmark(benchmark, data, tokenizer, self._tools))
 
     def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
-        session = self.session
+        session, version = self.session, self.engine.policy_version
+        if earlier is not None and agree(lambda: earlier.is_of(subject(benchmark, self.recipe, version))):
+            return earlier
         return evaluate(
             self.engine,
             benchmark,
@@ -369,7 +371,6 @@ class Generator(InTurn):
             grades=session.replicas.grades,
             gather=gather,
             conversations=self.conversations,
-            earlier=earlier,
         )
 
     # ---- weights ------------------------------------------------------------------------------------

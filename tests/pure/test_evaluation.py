@@ -14,7 +14,7 @@ import pytest
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.evaluation import statistics
-from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.evaluation.evaluate import evaluate, subject
 from megatron_eqlen.evaluation.result import (
     Answers,
     EvaluationResult,
@@ -223,9 +223,8 @@ def test_a_stored_result_stands_for_the_same_weights_questions_and_sampling_alon
     raw = recipe.model_dump() | {"seed": recipe.seed + seed}
     raw["evaluation"] |= of_all
     raw["evaluation"]["benchmarks"][0] |= of_one
-    engine = AnsweringEngine(ANSWERS, policy_version=version)
-    again = run(recipe.model_validate(raw), engine, earlier=stored)
-    assert (again is stored) == (not engine.asked) == (name == "nothing")
+    changed = recipe.model_validate(raw)
+    assert stored.is_of(subject(changed.evaluation.benchmarks[0], changed, version)) == (name == "nothing")
 
 
 def test_a_stored_result_stands_until_its_file_changes(recipe):
@@ -233,9 +232,9 @@ def test_a_stored_result_stands_until_its_file_changes(recipe):
     # as an older version of the package, which knew fewer settings, wrote it
     older = {key: value for key, value in stored.manifest["rollout"].items() if key != "min_p"}
     stored = replace(stored, manifest=stored.manifest | {"rollout": older})
-    assert run(recipe, AnsweringEngine(ANSWERS), earlier=stored) is stored
+    assert stored.is_of(subject(recipe.evaluation.benchmarks[0], recipe, 0))
     file.write_bytes(b"another file")
-    assert run(recipe, AnsweringEngine(ANSWERS), earlier=stored) is not stored
+    assert not stored.is_of(subject(recipe.evaluation.benchmarks[0], recipe, 0))
 
 
 class Scored(Rollouts):
