@@ -107,18 +107,14 @@ def _names(parts: Sequence[Metrics]) -> Iterable[str]:
 
 def _merged(name: str, way: str, parts: Sequence[Metrics]) -> float:
     values = [part[name] for part in parts if name in part]
-    if weights := counts(way):
-        return _weighted(name, weights, parts)
+    if counted := counts(way):
+        weights = [sum(part.get(count, 0.0) for count in counted) for part in parts]
+        if not sum(weights):  # nothing was counted in any part
+            return fmean(values)
+        return sum(w * part.get(name, 0.0) for w, part in zip(weights, parts, strict=True)) / sum(weights)
     if any(math.isnan(value) for value in values):  # max and min may drop a NaN
         return math.nan
     return {"sum": sum, "max": max, "min": min, "last": lambda them: them[-1]}[way](values)
-
-
-def _weighted(name: str, counts: Sequence[str], parts: Sequence[Metrics]) -> float:
-    weights = [sum(part.get(count, 0.0) for count in counts) for part in parts]
-    if not sum(weights):  # nothing was counted in any part
-        return fmean(part[name] for part in parts if name in part)
-    return sum(w * part.get(name, 0.0) for w, part in zip(weights, parts, strict=True)) / sum(weights)
 
 
 COST_METRICS = {

@@ -306,8 +306,11 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     # Older STOP files are not for this command.
     os.environ.setdefault(BEGAN, str(IMPORTED))
     with taking_along():
-        # The ranks run the same command, and find RANK set.
-        if _needs_launch(recipe):
+        # Several ranks on this machine, and no launcher above: they run the same command, and find RANK set.
+        if "RANK" not in os.environ and recipe.world_size > 1:
+            if recipe.cluster.nodes > 1:
+                why = f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher"
+                raise RecipeError(f"{why}: `eqlen submit`, or torchrun on every node")
             with importing():
                 from megatron_eqlen.processes.launch import launch
             return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
@@ -317,13 +320,3 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
             import megatron_eqlen.run.loop  # noqa: F401  ``work`` imports it
         work()
     return 0
-
-
-def _needs_launch(recipe: Recipe) -> bool:
-    """Return True if this process must start the ranks: several on this machine, no launcher above."""
-    if "RANK" in os.environ or recipe.world_size == 1:
-        return False
-    if recipe.cluster.nodes > 1:
-        why = f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher"
-        raise RecipeError(f"{why}: `eqlen submit`, or torchrun on every node")
-    return True

@@ -177,7 +177,13 @@ def _read_parquet(file: Path, columns: list[str], optional: list[str] | None) ->
     row = 0
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            wanted = _wanted_columns(file, parquet.schema_arrow.names, columns, optional)
+            present = parquet.schema_arrow.names
+            if missing := [name for name in columns if name not in present]:
+                raise ValueError(f"{file}: expected columns {columns}, missing {missing}; found {present}")
+            some = columns + [name for name in optional or () if name in present]
+            wanted = present if optional is None else some
+            if twice := sorted({name for name in wanted if present.count(name) > 1}):
+                raise ValueError(f"{file}: expected each column once, found {twice} more than once")
             for batch in parquet.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 batch.validate(full=True)  # texts in UTF-8
                 for record in batch.to_pylist():
@@ -185,14 +191,3 @@ def _read_parquet(file: Path, columns: list[str], optional: list[str] | None) ->
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file}: row {row} or after: expected parquet data, found: {error}") from None
-
-
-def _wanted_columns(
-    file: Path, present: list[str], columns: list[str], optional: list[str] | None
-) -> list[str]:
-    if missing := [name for name in columns if name not in present]:
-        raise ValueError(f"{file}: expected columns {columns}, missing {missing}; found {present}")
-    wanted = present if optional is None else columns + [name for name in optional if name in present]
-    if twice := sorted({name for name in wanted if present.count(name) > 1}):
-        raise ValueError(f"{file}: expected each column once, found {twice} more than once")
-    return wanted

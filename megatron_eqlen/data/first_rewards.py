@@ -128,7 +128,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     places = {text.rfind(mark): form for mark, form in FORMS.items() if mark in text}
     asked = places[max(places)] if places else None
     # how an answer is written: as the prompt asks, else as the grader reads
-    form, gold = asked or read or "%s", _gold(prompt)
+    form, gold = asked or read or "%s", referred(prompt.gold)[0]
+    gold = final_answer(gold) if isinstance(gold, str) else str(gold)
     texts = {
         "right": form % gold,
         "wrong": form % _wrong(gold),
@@ -190,8 +191,3 @@ def _wrong(gold: str) -> str:
     """Return a number that shares no digit with the gold, where there is one."""
     # ``777``, or ``000`` for a gold with all ten digits.
     return 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
-
-
-def _gold(prompt: Prompt) -> str:
-    gold = referred(prompt.gold)[0]
-    return final_answer(gold) if isinstance(gold, str) else str(gold)

@@ -25,7 +25,11 @@ def overlaps(
 ) -> list[str]:
     """Return a sentence for each source and benchmark that have questions in common, compared whole, without
     white space, markup of formulas and case, and in part, by runs of words (``filters.word_runs``)."""
-    asked = {benchmark.name: _benchmark_questions(benchmark) for benchmark in benchmarks}
+    # normalized questions by benchmark, each with its runs of words
+    asked: dict[str, dict[str, set[str]]] = {}
+    for benchmark in benchmarks:
+        questions = [row.question for row in islice(read_problems(benchmark, Tally()), benchmark.limit)]
+        asked[benchmark.name] = {_normalized(each): set(word_runs(each)) for each in questions}
     # all benchmarks at once, so that each source is read once
     texts = set[str]().union(*asked.values())
     runs = set[str]().union(*(each for questions in asked.values() for each in questions.values()))
@@ -55,12 +59,6 @@ def overlaps(
 def read_overlaps(data: DataRecipe, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
     """Read a recipe's data and return its ``overlaps``."""
     return overlaps(((source, open_source(source, Tally())) for source in data.sources), benchmarks)
-
-
-def _benchmark_questions(benchmark: BenchmarkRecipe) -> dict[str, set[str]]:
-    """Return the normalized questions of a benchmark, each with its runs of words."""
-    problems = islice(read_problems(benchmark, Tally()), benchmark.limit)
-    return {_normalized(problem.question): set(word_runs(problem.question)) for problem in problems}
 
 
 def _normalized(question: str) -> str:

@@ -45,7 +45,12 @@ class AdapterWeights:
 def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) -> tuple[AdapterWeights, ...]:
     """Return every adapter of ``model``, in the model's order. ``targets``: keys of TARGETS; None: all.
     Raises ValueError if the model has no layer of a target, or if the rank is above that of a matrix."""
-    found = [(target, weight) for weight in weight_map(model) if (target := _target(weight.megatron))]
+    found = [
+        (target, weight)
+        for weight in weight_map(model)
+        for target, names in TARGETS.items()
+        if re.fullmatch(rf"decoder\.layers\.\d+\.({names})", weight.megatron)
+    ]
     present = [target for target in TARGETS if target in dict(found)]
     if absent := [target for target in targets or () if target not in present]:
         lacks = f"a {model.model_type} model has no {', '.join(absent)}"
@@ -85,13 +90,6 @@ def peft_config(adapters: Sequence[AdapterWeights], rank: int, alpha: float, bas
         "inference_mode": True,
         "target_modules": modules,
     }
-
-
-def _target(name: str) -> str | None:
-    in_layer = re.fullmatch(r"decoder\.layers\.\d+\.(.*)", name)
-    if in_layer is None:
-        return None
-    return next((key for key, pattern in TARGETS.items() if re.fullmatch(pattern, in_layer[1])), None)
 
 
 def _adapter(base: Weight, rank: int) -> AdapterWeights:

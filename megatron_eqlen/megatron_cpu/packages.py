@@ -107,7 +107,11 @@ def _find_or_hide(package: Package) -> PackageState:
     """Return the state; a broken package looks absent from now on."""
     state = find(package)
     if state.fault and state.installed:
-        _hide(package.name)
+        # parts that were imported before the failure could still be found
+        for module in [module for module in sys.modules if module.startswith(f"{package.name}.")]:
+            del sys.modules[module]
+        # `import` raises ModuleNotFoundError from now on, and `find_spec` returns None
+        sys.modules[package.name] = None  # pyright: ignore[reportArgumentType] (the documented way)
     return state
 
 
@@ -118,14 +122,6 @@ def _warn(state: PackageState) -> None:
         broken = f"does not import and is left out ({state.fault})"
         condition = broken if state.installed else "is not installed"
         logger.warning("%s %s. %s", name, condition, state.package.without)
-
-
-def _hide(name: str) -> None:
-    """Make ``import name`` raise ModuleNotFoundError, and ``find_spec(name)`` return None."""
-    # parts that were imported before the failure could still be found
-    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
-        del sys.modules[module]
-    sys.modules[name] = None  # pyright: ignore[reportArgumentType] (the documented way)
 
 
 def _fault(package: Package) -> str:

@@ -31,10 +31,11 @@ from megatron_eqlen.models.megatron_checkpoint import (
     adapters_of,
     check_weights,
     checkpoint_metadata,
-    find_together,
+    find_checkpoint,
     load_sharded,
     read_metadata,
     sharded_weights,
+    together,
     widest_dtype,
 )
 from megatron_eqlen.models.names import local_parameters
@@ -55,7 +56,9 @@ def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe
     refuse_existing(out)
     folder, model = HFFolder(source), read_config(source)
     weights = check_folder(folder, model)
-    dtypes = {name: _dtype(folder, weight.hf) for name, weight in weights.items()}
+    # a weight may be stored in several tensors
+    stored = {name: [DTYPES[folder.entries[hf].dtype] for hf in each.hf] for name, each in weights.items()}
+    dtypes = {name: reduce(torch.promote_types, each) for name, each in stored.items()}
     # build in the commonest dtype and change the others, so that no bit is rounded
     chunks = build_model(model, parallel, max(dtypes.values(), key=[*dtypes.values()].count))
     for name, parameter in local_parameters(chunks).items():
@@ -134,7 +137,7 @@ def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
 
 def check_logits_are_comparable(checkpoint: str | Path) -> Path:
     """Return the checkpoint's folder. Raises CheckpointError for adapters: merged weights are rounded."""
-    path = find_together(checkpoint)
+    path = together(lambda: find_checkpoint(checkpoint))
     if adapters_of(path, read_metadata(path)) is not None:
         raise CheckpointError(
             f"{path}: adapters are merged with rounding, so their logits are not compared: use --verify hash"
@@ -149,7 +152,7 @@ def _loaded(
     """Return the model with the checkpoint's weights, and the recipe of its adapters if it has some."""
     folder, model = HFFolder(source), read_config(source)
     check_folder(folder, model)
-    path = find_together(checkpoint)
+    path = together(lambda: find_checkpoint(checkpoint))
     metadata = read_metadata(path)
     adapters, dtype = adapters_of(path, metadata), widest_dtype(metadata)
     chunks = build_model(model, parallel, dtype, separate_norms=adapters is not None)
@@ -179,11 +182,6 @@ def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
 def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[str, dict]:
     options = checkpoint_metadata()
     return {str(n): sharded_weights(chunk, options, stored) for n, chunk in enumerate(chunks)}
-
-
-def _dtype(folder: HFFolder, names: tuple[str, ...]) -> torch.dtype:
-    """Return the dtype of a weight that is stored in one tensor or several."""
-    return reduce(torch.promote_types, (DTYPES[folder.entries[name].dtype] for name in names))
 
 
 def _bits(tensor: Tensor) -> Tensor:

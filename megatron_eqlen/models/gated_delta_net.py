@@ -149,7 +149,8 @@ def chunked_delta_rule(
     writes = (k * (g[..., -1:] - g)[..., None].exp()).mT  # what is left of k_t at the end: [.., d_k, size]
     written, from_state = _scan_levels(new, reads, writes, g[..., -1].exp()[..., None, None], chunks)
     out = from_state + within @ written  # [.., size, d_v]
-    return _from_chunks(out, chunks.slots).to(v.dtype)
+    # [b, n * size, H, d_v], then the row's own order
+    return out.permute(1, 0, 3, 2, 4).flatten(1, 2).index_select(1, chunks.slots).to(v.dtype)
 
 
 def _scan_levels(
@@ -183,12 +184,6 @@ def _to_chunks(x: Tensor, positions: Tensor, size: int) -> Tensor:
     """[b, S, H, d] -> [n, b, H, size, d]; filling slots are zero and neither decay nor write the state."""
     padded = F.pad(x, (0, 0, 0, 0, 0, 1))
     return padded.index_select(1, positions).unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
-
-
-def _from_chunks(x: Tensor, slots: Tensor) -> Tensor:
-    """[n, b, H, size, d] -> [b, S, H, d]."""
-    flat = x.permute(1, 0, 3, 2, 4).flatten(1, 2)
-    return flat.index_select(1, slots)
 
 
 def run_by_run_delta_rule(

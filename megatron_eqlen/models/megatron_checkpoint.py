@@ -118,11 +118,6 @@ def find_checkpoint(path: str | Path) -> Path:
     return path
 
 
-def find_together(path: str | Path) -> Path:
-    """Return ``find_checkpoint`` of rank 0 on every rank, or raise its CheckpointError there. Collective."""
-    return together(lambda: find_checkpoint(path))
-
-
 def together[Found](find: Callable[[], Found]) -> Found:
     """Return rank 0's result of ``find`` on every rank, or raise its CheckpointError there. Collective."""
 

@@ -26,8 +26,13 @@ def comparison_units(
     # the same units once more for each named reward, with its weight
     if objective.rewards == "apart":
         for name, weight in recipe.reward.weights.items():
-            for unit, named in zip(units, _named_units(name, rollout, recipe, objective), strict=True):
-                unit.apart.append((weight, named))
+            parts = [
+                replace(part, grade=part.grade and replace(part.grade, reward=part.grade.rewards[name]))
+                for part in rollout.parts
+            ]
+            _, named = _compare(replace(rollout, parts=parts), recipe, objective, no_penalty)
+            for unit, of_name in zip(units, named, strict=True):
+                unit.apart.append((weight, of_name))
     return tree, units
 
 
@@ -47,15 +52,6 @@ def _compare(
         first.rewards += unit.rewards
     first.share = sum(unit.share or 0.0 for unit in (first, *others))
     return tree, [lines, first]
-
-
-def _named_units(name: str, rollout: Rollout, recipe: Recipe, objective: Objective) -> list[ComparisonUnit]:
-    """Return the units of a rollout with the rewards of one name."""
-    parts = [
-        replace(part, grade=part.grade and replace(part.grade, reward=part.grade.rewards[name]))
-        for part in rollout.parts
-    ]
-    return _compare(replace(rollout, parts=parts), recipe, objective, no_penalty)[1]
 
 
 def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:

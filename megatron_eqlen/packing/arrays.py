@@ -10,25 +10,21 @@ from megatron_eqlen.packing.tree import Forest, NonFiniteTreeError, TreeError
 def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
     """Raise TreeError for a supervised log-prob that is not finite, and for a token outside its mask."""
     for node in nodes.tolist():
-        _check_logprobs(forest, node)
+        logprobs = forest.node(node).tokens["logprobs"]
+        finite = np.isfinite(logprobs)
+        if not finite.all():
+            token = int(np.argmin(finite))
+            found = f"the rollout_logprob of token {token} is {logprobs[token]}"
+            raise NonFiniteTreeError(f"{forest.where(node)}: {found}")
         _check_mask(forest, node)
 
 
-def _check_logprobs(forest: Forest, node: int) -> None:
-    logprobs = forest.node(node).tokens["logprobs"]
-    finite = np.isfinite(logprobs)
-    if not finite.all():
-        token = int(np.argmin(finite))
-        raise NonFiniteTreeError(
-            f"{forest.where(node)}: the rollout_logprob of token {token} is {logprobs[token]}"
-        )
-
-
 def _check_mask(forest: Forest, node: int) -> None:
-    if "kept" not in forest.node(node).tokens:
+    table = forest.node(node).tokens
+    if "kept" not in table:
         return
-    kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
-    sampled = forest.node(node).tokens.columns.get("kept_logprobs")
+    kept, tokens = table["kept"], table.token_ids
+    sampled = table.columns.get("kept_logprobs")
     if sampled is not None and not (
         np.array_equal(sampled.counts, kept.counts) and np.isfinite(sampled.values).all()
     ):
@@ -40,7 +36,7 @@ def _check_mask(forest: Forest, node: int) -> None:
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
     # an environment's token has no mask
-    contains |= ~forest.node(node).tokens.is_generated
+    contains |= ~table.is_generated
     if not contains.all():
         token = int(np.argmin(contains))
         raise TreeError(

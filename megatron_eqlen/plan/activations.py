@@ -89,10 +89,8 @@ def activations(
 def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
     """Return the most chunks that await their backward pass: the warm-up of Megatron's schedules plus one."""
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
-    if virtual:
-        most = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
-        return most if rows is None else min(most, rows * virtual)
-    return pipeline - stage if rows is None else min(pipeline - stage, rows)
+    most = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1 if virtual else pipeline - stage
+    return most if rows is None else min(most, rows * (virtual or 1))
 
 
 @dataclass(frozen=True)

@@ -65,34 +65,31 @@ def _memory(need: Memory) -> str:
     rows.append(["all", *(f"{need.phases[phase] / 1e9:.2f}" for phase in phases)])
     problems = need.problems()
     verdict = "fits" if not problems else "DOES NOT FIT: " + "; ".join(problems)
-    head = f"memory      {need.peak / 1e9:.1f} of {need.total / 1e9:.1f} GB a GPU, {verdict}"
-    return "\n".join([head, *_aligned(rows), _activations(need)])
-
-
-def _activations(need: Memory) -> str:
+    lines = [f"memory      {need.peak / 1e9:.1f} of {need.total / 1e9:.1f} GB a GPU, {verdict}"]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *sizes in rows:
+        cells = [name.ljust(widths[0]), *map(str.rjust, sizes, widths[1:])]
+        lines.append(" " * 12 + "  ".join(cells).rstrip())
     at = need.activations
     parts = {
         "layers' inputs and outputs": at.kept, "one layer": at.layer, "passing": at.passing,
         "head": at.head, "loss": at.loss,
     }  # fmt: skip
-    return "activations " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items()) + " GB"
+    activations = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    return "\n".join([*lines, f"activations {activations} GB"])
 
 
 def _host(need: Memory, work: Workload) -> str:
     job = need.job
     parts = host_parts(job, need.stages, work)
     named = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in parts.items() if size)
-    recorded = recorded_bytes(job, work)
+    recorded, checkpoint = recorded_bytes(job, work), checkpoint_bytes(job)
     disk = (
-        f"disk        {_rounded(checkpoint_bytes(job))} GB a checkpoint, at most "
+        f"disk        {checkpoint / 1e9:.{0 if checkpoint >= 1e10 else 1}f} GB a checkpoint, at most "
         f"{job.recipe.checkpoint.keep + 1} at a time; at most {recorded / 1e9:.2f} GB of rollouts a "
         f"step; export {export_bytes(job) / 1e9:.0f} GB"
     )
     return f"host        {sum(parts.values()) / 1e9:.0f} GB a node ({named})\n{disk}"
-
-
-def _rounded(size: float) -> str:
-    return f"{size / 1e9:.0f}" if size >= 1e10 else f"{size / 1e9:.1f}"
 
 
 def _rooflines(job: Job, work: Workload) -> str:
@@ -112,14 +109,6 @@ def _roofline(time: Roofline) -> str:
         f"{' ' * 12}training {time.training / 3600:.2g}: {time.rows:,.1f} rows a replica and update, idle "
         f"{time.idle:.0%}; gradients {time.gradients / 3600:.2g}"
     )
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        " " * 12 + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
 
 
 def _work(job: Job, work: Workload) -> str:

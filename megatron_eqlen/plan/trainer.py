@@ -20,7 +20,7 @@ from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.job import Job
 from megatron_eqlen.plan.activations import BYTES, Activations, activations
-from megatron_eqlen.recipe import LoraRecipe, OptimizerRecipe, ParallelRecipe, Recipe, layout
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, Recipe, layout
 
 MAIN_WEIGHT, MOMENTS = 4, 8
 """Bytes of a parameter's float32 main weight, and of Adam's two moments."""
@@ -198,12 +198,15 @@ def trainer(job: Job) -> list[Trainer]:
     recipe, model = job.recipe, job.model
     parallel, optimizer = recipe.parallel, recipe.optimizer
     sequence = parallel.tensor > 1 and parallel.sequence is not False  # the default on GPUs
+    # an update copies gradients, unless Megatron's aware optimizers read them in any dtype
+    aware = optimizer.offload or optimizer.precision == "bfloat16"
+    copied = 0 if aware or optimizer.grad_dtype != "bfloat16" else MAIN_WEIGHT
     return [
         Trainer(
             weights=(rank.elements + sum(rank.frozen)) * BYTES[recipe.model.dtype],
             gradients=rank.elements * BYTES[optimizer.grad_dtype],
             optimizer=rank.shard * optimizer_bytes(recipe),
-            copied_gradients=MAIN_WEIGHT * rank.shard if _copies_gradients(optimizer) else 0.0,
+            copied_gradients=copied * rank.shard,
             activations=activations(job, stage, sequence=sequence),
             parameters=rank,
         )
@@ -224,25 +227,17 @@ def optimizer_bytes(recipe: Recipe) -> int:
     return MOMENTS + (MAIN_WEIGHT if recipe.model.dtype == "bfloat16" else 0)
 
 
-def _copies_gradients(optimizer: OptimizerRecipe) -> bool:
-    """Return True if an update copies gradients: Megatron's aware optimizers read any dtype."""
-    aware = optimizer.offload or optimizer.precision == "bfloat16"
-    return optimizer.grad_dtype == "bfloat16" and not aware
-
-
 def sent_tensors(job: Job) -> float:
-    """Return the bytes of the two largest tensors, or of two messages of an export (models/weights.py)."""
-    sent = max(_two_largest(job.model) * BYTES[job.recipe.model.dtype], 2 * SENT_AT_ONCE)
-    return sent + (merging_bytes(job) if job.recipe.lora.rank else 0.0)
-
-
-def merging_bytes(job: Job) -> float:
-    """Return the bytes of a message's merged weights, and of the largest in float32 (``lora.merged``)."""
-    recipe = job.recipe
+    """Return the bytes of the two largest tensors, or of two messages of an export (models/weights.py). With
+    adapters, also those of a message's merged weights, and of the largest in float32 (``lora.merged``)."""
+    recipe, width = job.recipe, BYTES[job.recipe.model.dtype]
+    sent = max(_two_largest(job.model) * width, 2 * SENT_AT_ONCE)
+    if not recipe.lora.rank:
+        return sent
     adapters = adapter_map(job.model, recipe.lora.rank, recipe.lora.targets)
     # A rank's part of the largest layer with an adapter.
     largest = max(sum(map(prod, adapter.base.shapes)) for adapter in adapters) / recipe.parallel.tensor
-    return max(SENT_AT_ONCE, largest * BYTES[recipe.model.dtype]) + MAIN_WEIGHT * largest
+    return sent + max(SENT_AT_ONCE, largest * width) + MAIN_WEIGHT * largest
 
 
 @cache

@@ -191,7 +191,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     # Missing sections are made; unknown ones are refused by the schema.
     for part in parents:
-        at = _child(at, part, override)
+        if isinstance(at, list):
+            at = at[_index(at, part, override)]
+        elif not isinstance(at := at.setdefault(part, {}), dict | list):
+            raise RecipeError(f"override {override!r}: {part} is a value ({at!r}), not a section")
     try:
         value = read_value(text)
     except yaml.YAMLError as error:
@@ -201,15 +204,6 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         at[_index(at, last, override)] = value
     else:
         at[last] = value
-
-
-def _child(at: Any, part: str, override: str) -> Any:
-    if isinstance(at, list):
-        return at[_index(at, part, override)]
-    child = at.setdefault(part, {})
-    if not isinstance(child, dict | list):
-        raise RecipeError(f"override {override!r}: {part} is a value ({child!r}), not a section")
-    return child
 
 
 def _index(at: list, part: str, override: str) -> int:

@@ -119,9 +119,13 @@ def rollout_rows(
     }
     rows: list[RecordedRow] = [
         {name: getattr(part, name) for name in ("role", "number", "parent", "finish_reason", "carried")}
-        | {"table": part.tokens, "outcome": None if generated_tokens is None else _outcome(part)}
+        | {"table": part.tokens}
         for part in rollout.parts
     ]
+    for part, row in zip(rollout.parts, rows, strict=True):
+        # the grade that a part came with; an earlier step recorded that of a carried one
+        if not (generated_tokens is None or part.grade is None or part.carried):
+            row["outcome"] = json.dumps(asdict(part.grade))
     if rollout.prompt_columns is not None:
         rows.append({"role": CONTEXT, "table": rollout.prompt_columns})
     for row in rows if without else ():
@@ -129,11 +133,6 @@ def rollout_rows(
     # last: readers take the rollout for unfinished until they meet this row
     rows.append({"role": END, "outcome": rollout.outcome, "generated_tokens": generated_tokens})
     return [common | row for row in rows]
-
-
-def _outcome(part: Part) -> str | None:
-    """Return the grade that a part came with; an earlier step recorded that of a carried one."""
-    return None if part.grade is None or part.carried else json.dumps(asdict(part.grade))
 
 
 def track_rows(track: Track, start: int, stop: int, with_prompt: bool) -> list[RecordedRow]:

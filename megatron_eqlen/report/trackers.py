@@ -56,22 +56,19 @@ class Trackers:
             logger.warning("%s failed and is left out: %s: %s", name, type(error).__name__, error)
 
 
-def _hparams(job: Job) -> Any:
-    """Return the recipe for TensorBoard's tab HParams: a column for each key in which runs differ."""
-    from torch.utils.tensorboard.summary import hparams  # slow to import
-
-    keys = leaves(with_defaults(job).model_dump(mode="json"))
-    plain = {key: value if isinstance(value, int | float) else shown(value) for key, value in keys.items()}
-    _, session, _ = hparams(plain, {})  # the first would fix the columns to this run's
-    return session
-
-
 class TensorBoard:
     def __init__(self, folder: Path, steps: int, job: Job) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
+        from torch.utils.tensorboard.summary import hparams
 
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
-        self.writer._get_file_writer().add_summary(_hparams(job))
+        # the recipe for the tab HParams: a column for each key in which runs differ
+        keys = leaves(with_defaults(job).model_dump(mode="json"))
+        plain = {
+            key: value if isinstance(value, int | float) else shown(value) for key, value in keys.items()
+        }
+        _, session, _ = hparams(plain, {})  # the first would fix the columns to this run's
+        self.writer._get_file_writer().add_summary(session)
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()

@@ -315,21 +315,20 @@ class ForkedAtDeaths(GrowingTree):
         return in_step([line.track for line in self.lines], [line.length for line in self.lines])
 
     def die(self, line: Line) -> list[Track]:
-        """End a line and fork the heaviest of the others; return the new tracks."""
+        """End a line and fork the heaviest of those that go on at its length and have not just forked there;
+        return the new tracks."""
         self.end(line)
-        if self.forked < self.shape.forks and (heaviest := self._heaviest(line.length)) is not None:
-            return self.fork(heaviest, line.length, self.shape.branching)
-        return []
+        length = line.length
+        others = [other for other in self.lines if other.is_alive_at(length) and other.searched < length]
+        if not others or self.forked == self.shape.forks:
+            return []
+        heaviest = min(others, key=lambda other: (other.forks, other.number))
+        return self.fork(heaviest, length, self.shape.branching)
 
     def fork(self, line: Line, length: int, branching: int) -> list[Track]:
         launched = super().fork(line, length, branching)
         self.forked += 1
         return launched
-
-    def _heaviest(self, length: int) -> Line | None:
-        """Return the heaviest line that goes on after ``length`` tokens and has not just forked there."""
-        lines = [line for line in self.lines if line.is_alive_at(length) and line.searched < length]
-        return min(lines, key=lambda line: (line.forks, line.number), default=None)
 
     def _first_child(self, number: int) -> int:
         """Return the next free number: these forks have an order."""

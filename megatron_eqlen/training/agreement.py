@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -76,14 +76,8 @@ class Compared:
 
     @classmethod
     def joined(cls, parts: Iterable[Compared]) -> Compared:
-        parts = [*parts]
-        return cls(
-            sum(part.count for part in parts),
-            sum(part.trainer for part in parts),
-            sum(part.engine for part in parts),
-            sum(part.difference for part in parts),
-            max(part.worst for part in parts),
-        )
+        *sums, worst = zip(*map(astuple, parts), strict=True)
+        return cls(*map(sum, sums), worst=max(worst))
 
     @property
     def mean(self) -> float:

@@ -52,27 +52,6 @@ def run_rows(
 
     ``logits_chunk``: supervised tokens whose logits exist at once; None: all of a row.
     """
-    step = _forward_step(temperature, result, train, logits_chunk)
-    iterators = [iter(rows) for _ in chunks]
-    single = len(chunks) == 1
-    with torch.set_grad_enabled(train):
-        results = get_forward_backward_func()(
-            forward_step_func=step,
-            # each virtual stage reads all rows
-            data_iterator=iterators[0] if single else iterators,
-            model=chunks,
-            num_microbatches=len(rows),
-            # with several stages lengths are sent along (`variable_seq_lengths`)
-            seq_length=len(rows[0].input_ids),
-            micro_batch_size=1,
-            forward_only=not train,
-            # `reduce` returns any value then, in place of a loss
-            collect_non_loss_data=not train,
-        )
-    return list(results)
-
-
-def _forward_step(temperature: float, result: RowResult, train: bool, logits_chunk: int | None) -> Callable:
     group = groups.own().tp
 
     def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -100,4 +79,20 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
 
         return output, reduce
 
-    return step
+    iterators = [iter(rows) for _ in chunks]
+    single = len(chunks) == 1
+    with torch.set_grad_enabled(train):
+        results = get_forward_backward_func()(
+            forward_step_func=step,
+            # each virtual stage reads all rows
+            data_iterator=iterators[0] if single else iterators,
+            model=chunks,
+            num_microbatches=len(rows),
+            # with several stages lengths are sent along (`variable_seq_lengths`)
+            seq_length=len(rows[0].input_ids),
+            micro_batch_size=1,
+            forward_only=not train,
+            # `reduce` returns any value then, in place of a loss
+            collect_non_loss_data=not train,
+        )
+    return list(results)

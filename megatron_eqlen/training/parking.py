@@ -182,24 +182,24 @@ class TrainerMemory:
 
     def _weights(self) -> list[Tensor]:
         """Return the parameters, and the optimizer's shards that are views of them."""
-        weights = {memory_of(parameter) for parameter in self._parameters}
-        shards = [tensor for tensor in self._optimizers_own() if memory_of(tensor) in weights]
-        return [*self._parameters, *shards]
+        return [*self._parameters, *self._optimizers_own(of_weights=True)]
 
     def _state(self) -> list[Tensor]:
         """Return the main weights and moments that are on the device."""
-        weights = {memory_of(parameter) for parameter in self._parameters}
-        return [tensor for tensor in self._optimizers_own() if memory_of(tensor) not in weights]
+        return self._optimizers_own(of_weights=False)
 
-    def _optimizers_own(self) -> Iterator[Tensor]:
+    def _optimizers_own(self, of_weights: bool) -> list[Tensor]:
+        """Return the optimizer's tensors on the device: those that are views of weights, or all others."""
+        tensors: list[Tensor] = []
         for part in self._optimizer.chained_optimizers:
-            for group in part.param_groups:
-                yield from group["params"]
-            if isinstance(part.optimizer, HybridDeviceOptimizer):
-                continue  # the state is on the host
-            for state in part.optimizer.state.values():
-                tensors = (value for value in state.values() if isinstance(value, Tensor))
-                yield from (tensor for tensor in tensors if tensor.dim())  # torch's step is on the host
+            tensors += [tensor for group in part.param_groups for tensor in group["params"]]
+            # a host optimizer's state is on the host, and so is torch's step, which has no dimension
+            on_host = isinstance(part.optimizer, HybridDeviceOptimizer)
+            states = [] if on_host else part.optimizer.state.values()
+            values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            tensors += [value for value in values if value.dim()]
+        weights = {memory_of(parameter) for parameter in self._parameters}
+        return [tensor for tensor in tensors if (memory_of(tensor) in weights) == of_weights]
 
 
 class ReferenceWeights:

@@ -79,9 +79,7 @@ def _build(policy: Policy, *, loading: bool) -> dict[str, Any]:
         for number, chunk in enumerate(policy.chunks)
     }
     optimizer = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-    state["optimizer"] = optimizer
-    state["schedule"] = policy.schedule.state_dict()
-    return state
+    return state | {"optimizer": optimizer, "schedule": policy.schedule.state_dict()}
 
 
 def _adapters(policy: Policy) -> dict[str, Any] | None:

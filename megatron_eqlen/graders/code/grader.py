@@ -32,6 +32,7 @@ LONGEST_SECTION = 4 * LONGEST_PROGRAM
 ATTEMPTS = 2
 """Most attempts at a program: the sandbox's failures are not the program's fault at first."""
 WORKER_MODULE = "megatron_eqlen.graders.code.judge"
+parse_tests = lru_cache(maxsize=4096)(CodeTests.from_json)
 
 _FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
 _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
@@ -72,7 +73,7 @@ class CodeGrader(PoolGrader):
         if len(program) > LONGEST_PROGRAM:
             longer = f"longer than {LONGEST_PROGRAM} characters"
             return known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
-        tests = _parse_tests(gold)
+        tests = parse_tests(gold)
         # Limits of the problem, where it has its own; its expected outputs must fit in any case.
         cpu = tests.time_limit or self._reward.code_timeout
         memory = max(self._reward.code_memory_mb, int(tests.memory_mb or 0))
@@ -96,8 +97,3 @@ class CodeGrader(PoolGrader):
             raise SandboxError(f"code sandbox: no verdict on a program in {ATTEMPTS} attempts: {answer}")
         passed = answer["verdict"] == "passed"
         return Grade(float(passed), answer["verdict"], shown, self.name, answer["seconds"], answer["detail"])
-
-
-@lru_cache(maxsize=4096)
-def _parse_tests(gold: str) -> CodeTests:
-    return CodeTests.from_json(gold)

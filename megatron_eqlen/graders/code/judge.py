@@ -13,6 +13,8 @@ from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.graders.workers.host import Item
 
 LONGEST_DETAIL = 400
+parse_tests = lru_cache(maxsize=16)(CodeTests.from_json)
+"""Parses tests; cached, because the samples of a prompt come one after another."""
 CHECK = """\
 import builtins, io, json, sys
 _texts = dict(zip(("input.txt", "correct_output.txt", "solution_output.txt"), json.load(sys.stdin)))
@@ -64,12 +66,6 @@ def make_handler(isolation: dict[str, bool], python: str | None = None) -> Calla
         limits = Limits(**item["limits"])
         if "tests" not in item:
             return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))
-        return judge(item["program"], _parse_tests(item["tests"]), limits, sandbox)
+        return judge(item["program"], parse_tests(item["tests"]), limits, sandbox)
 
     return handle
-
-
-@lru_cache(maxsize=16)
-def _parse_tests(text: str) -> CodeTests:
-    """Parse tests; cached, because the samples of a prompt come one after another."""
-    return CodeTests.from_json(text)

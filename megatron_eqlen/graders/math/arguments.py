@@ -45,22 +45,18 @@ def _command(text: str, at: int) -> tuple[str, int]:
     """Return the token at ``at`` with its arguments, delimited, and its end."""
     token = next(_TOKEN.finditer(text, at))[0]
     at += len(token)
-    if token in _MACROS:
-        return _macro(token, text, at)
+    if count := _MACROS.get(token):
+        if token == r"\sqrt" and (index := _INDEX.match(text, at)):
+            token, at = token + index[0].strip(), index.end()
+        for _ in range(count):
+            argument, at = _argument(text, at)
+            token += f"{{{argument}}}"
+        return token, at
     if _CALLS.fullmatch(token):
         return _call(token, text, at)
     if token in ("^", "_") and (script := _SCRIPT.match(text, at)):
         argument, at = _command(text, script.end())
         return f"{token}{{{argument}}}", at
-    return token, at
-
-
-def _macro(token: str, text: str, at: int) -> tuple[str, int]:
-    if token == r"\sqrt" and (index := _INDEX.match(text, at)):
-        token, at = token + index[0].strip(), index.end()
-    for _ in range(_MACROS[token.partition("[")[0]]):
-        argument, at = _argument(text, at)
-        token += f"{{{argument}}}"
     return token, at
 
 

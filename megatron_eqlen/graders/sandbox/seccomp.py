@@ -181,7 +181,7 @@ def _same_machine(calls: Calls) -> list[bytes]:
     """Kill a process that calls by another machine's numbers; then load the call's number."""
     x32 = [_pack(JUMP_AT_LEAST, X32_BIT, 0, 1), _return(KILL)] if calls is X86_64 else []
     right = _pack(JUMP_EQUAL, calls.audit_arch, 1, 0)
-    return [_load(ARCH_OFFSET), right, _return(KILL), _load(NUMBER_OFFSET), *x32]
+    return [_pack(LOAD, ARCH_OFFSET), right, _return(KILL), _pack(LOAD, NUMBER_OFFSET), *x32]
 
 
 def _thread_flags() -> list[bytes]:
@@ -219,11 +219,7 @@ def _allow_values(number: int, argument: int, values: tuple[int, ...]) -> list[b
 
 
 def _load_argument(index: int) -> bytes:
-    return _load(ARGUMENTS_OFFSET + 8 * index)
-
-
-def _load(offset: int) -> bytes:
-    return _pack(LOAD, offset)
+    return _pack(LOAD, ARGUMENTS_OFFSET + 8 * index)
 
 
 def _return(action: int) -> bytes:

@@ -71,17 +71,14 @@ def _run_worker(module: Any, options: dict[str, Any], connection: Connection) ->
             try:
                 answer = handle(item)
             except BaseException as error:
-                _send(connection, {"failure": name_of(error)[:500]})
+                answer = {"failure": name_of(error)[:500]}
                 raise
-            _send(connection, answer)
+            finally:
+                connection.send_bytes(json.dumps(answer).encode())
     except (EOFError, ConnectionResetError):
         pass
     finally:
         os._exit(0)  # a worker must not run the host's clean-up
-
-
-def _send(connection: Connection, answer: Item) -> None:
-    connection.send_bytes(json.dumps(answer).encode())
 
 
 def scrubbed_environment() -> dict[str, str]:

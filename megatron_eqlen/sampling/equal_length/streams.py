@@ -161,7 +161,15 @@ def pair_rewards(
 
 def _from_last(stream: Rollout, penalty: Penalty) -> Iterator[tuple[float, list[float]]]:
     """Yield from the last pair on: the reward of A_i, and those of all responses that extend B_i."""
-    own, tail = _own_rewards(stream, penalty), tail_of(stream)
+    # without a penalty, lengths do not matter
+    ends = Counter[int]() if penalty is no_penalty else stream.ends()
+    # the reward of each response, by the number of the part that ends it
+    own = {
+        part.number: verifier_reward(part, stream.prompt_id) + penalty(ends[part.number], "stop")
+        for part in stream.parts
+        if part.finish_reason == "stop"
+    }
+    tail = tail_of(stream)
     ended = [own[tail.number]] if tail is not None and tail.number in own else []
     # from the end, `ended` gathers what extends each B side: each response is read once
     for pair in reversed(pairs_of(stream)):
@@ -179,17 +187,6 @@ def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
         return 0.0, False
     truncated = stream.outcome == "truncated" or trunk[-1].finish_reason == "length"
     return penalty(sum(map(len, trunk)), "length" if truncated else None), truncated
-
-
-def _own_rewards(stream: Rollout, penalty: Penalty) -> dict[int, float]:
-    """Return the reward of each response, by the number of the part that ends it."""
-    # without a penalty, lengths do not matter
-    ends = Counter[int]() if penalty is no_penalty else stream.ends()
-    return {
-        part.number: verifier_reward(part, stream.prompt_id) + penalty(ends[part.number], "stop")
-        for part in stream.parts
-        if part.finish_reason == "stop"
-    }
 
 
 def _tail_units(
