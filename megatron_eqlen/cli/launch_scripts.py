@@ -211,15 +211,18 @@ def launched(
         end = sandbox.command(Command(start, environment=given), _furnished(root, script), limits)
     files = folder_files(end.folder)
 
+    def outside(text: str) -> str:
+        return text.replace(HERE, str(root)).replace(HOME, str(Path.home()))
+
     def text_of(name: str) -> str:
-        return files[name].decode(errors="replace").replace(HERE, str(root)).replace(HOME, str(Path.home()))
+        return outside(files[name].decode(errors="replace"))
 
     # A file for each command, named by its time: arguments that end with NUL.
     def recorded(folder: str) -> list[list[str]]:
         return [text_of(name).split("\0")[:-1] for name in sorted(files) if f".eqlen/{folder}/" in name]
 
     yamls = (name for name in files if name.endswith((".yaml", ".yml")))
-    written = {f"{root}/{name.split('here/', 1)[-1]}": text_of(name) for name in yamls}
+    written = {outside(f"{FOLDER}/{name}"): text_of(name) for name in yamls}
     return recorded("record"), [name for (name,) in recorded("missing")], written, end
 
 

@@ -454,6 +454,9 @@ WRITES = {
     "one that it changes": "sed -i s/1e-5/3e-6/ c.yaml; echo 'beta: 0' >> c.yaml\nRUN c.yaml",
     "that of its folder": "cd other\nRUN c.yaml",
     "one of several with its name": "mkdir x; cat other/c.yaml > x/c.yaml; cp c.yaml other\nRUN x/c.yaml",
+    "one at home": "cp other/c.yaml ~/mine.yaml\nRUN $HOME/mine.yaml",
+    "one of its folder's name elsewhere": "mkdir ~/where; mv other/c.yaml ~/where\nRUN ~/where/c.yaml",
+    "one outside": "cp other/c.yaml /tmp/mine.yaml\nRUN /tmp/mine.yaml",
 }
 
 
