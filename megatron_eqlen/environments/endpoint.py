@@ -84,6 +84,8 @@ def _plain(message: Any) -> Message:
     if not isinstance(content, str):
         raise RefusedError(f"messages: expected text, found {content!r:.200}")
     plain: Message = {"role": message["role"], "content": content}
+    if message["role"] == "tool" and message.get("tool_call_id"):
+        plain["tool_call_id"] = message["tool_call_id"]
     # Name and arguments are all that the template renders of a call.
     if calls := message.get("tool_calls"):
         try:
@@ -198,11 +200,9 @@ class Episode:
             if len(self.requests) > len(self.turns):
                 # Messages of the request before, and the turn that answered it, are known.
                 known = len(self.requests[-2].messages) + 1 if self.turns else 0
-                # Tools' messages have ids, templates want names; answers come in the order of calls.
-                calls = (call["function"] for turn in self.turns[-1:] for call in turn.get("tool_calls", ()))
-                named = ({"name": called["name"]} for called in calls)
-                new = self.requests[-1].messages[known:]
-                return [each | next(named, {}) if each["role"] == "tool" else each for each in new]
+                calls = (call for turn in self.turns[-1:] for call in turn.get("tool_calls", ()))
+                names = {call["id"]: call["function"]["name"] for call in calls}
+                return [_named(each, names) for each in self.requests[-1].messages[known:]]
             if self.error is not None:
                 raise self.error
             return None
@@ -222,6 +222,16 @@ class Episode:
     def wait(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self.ended)
+
+
+def _named(message: Message, names: dict[str, str]) -> Message:
+    """Return a tool's message with its name, which templates want, from those of the open calls by id, in
+    place of the id; without one, answers come in the order of calls."""
+    if message["role"] != "tool":
+        return message
+    asked = message.get("tool_call_id")
+    named = {key: value for key, value in message.items() if key != "tool_call_id"}
+    return named | ({"name": names.pop(asked if asked in names else next(iter(names)))} if names else {})
 
 
 def _compared(message: Message) -> Any:

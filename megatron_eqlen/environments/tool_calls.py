@@ -52,7 +52,7 @@ def as_text(call: ToolCall) -> str:
 
 def _texts(message: str) -> list[str]:
     said = spoken(message)
-    if (alone := _LLAMA.fullmatch(said)) is None:
+    if (alone := _LLAMA.fullmatch(said)) is None or not ('"name"' in said or "<|python_" in said):
         return _HERMES.findall(said)
     texts, rest = [], alone[1]
     with suppress(ValueError, RecursionError):
@@ -94,6 +94,10 @@ class ToolEnvironment(Environment):
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         methods = {name: getattr(cls, name) for name in names}
         methods = {name: method for name, method in methods.items() if hasattr(method, "is_tool")}
+        if waits := [name for name, method in methods.items() if inspect.iscoroutinefunction(method)]:
+            raise TypeError(
+                f"{cls.__name__}.{waits[0]}: expected a tool that returns its answer, found async"
+            )
         cls._arguments = {name: _arguments_of(method) for name, method in methods.items()}
         cls.tools = [_schema(method, cls._arguments[name]) for name, method in methods.items()]
 

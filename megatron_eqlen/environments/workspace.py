@@ -9,7 +9,6 @@ fork copies nothing: both environments hold the same tar until one of them runs 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import json
@@ -30,6 +29,7 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.files import naming, opened, scratch
 from megatron_eqlen.graders.sandbox import client
@@ -60,6 +60,9 @@ class PackedFolder:
         self.path = path
         if temporary:
             weakref.finalize(self, path.unlink, missing_ok=True)
+
+    def __deepcopy__(self, memo: Any) -> PackedFolder:
+        return self  # nothing changes it
 
     def read(self) -> bytes:
         """Return the tar. A path alone would not keep the file."""
@@ -209,8 +212,8 @@ class Workspace(ToolEnvironment):
             return Grade(float(not wrong), verdict, None, "workspace", 0.0, names)
         return load_object(function, f"{KEY}.function")(files, self.prompt) if function else None
 
-    def fork(self) -> Workspace:
-        other = copy.copy(self)
+    def fork(self) -> Environment:
+        other = super().fork()
         other.forked_as = (*self.forked_as, next(NUMBERS))
         other.folder_bytes, other.folder_seconds = 0, 0.0
         return other
@@ -415,6 +418,8 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
                 member = member.replace(deep=False)
                 member.type = tarfile.REGTYPE
             member.size = len(data)
+            if archive is under and member.name in folders:  # the policy may have closed it
+                member.mode = 0o755
             both.addfile(member, io.BytesIO(data))
     return written.getvalue()
 

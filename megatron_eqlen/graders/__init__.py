@@ -23,8 +23,10 @@ CODE: Any = SimpleNamespace(
 """Settings of programs, as a recipe's section ``reward``: recipes need pydantic."""
 
 
-def grade_math(response: str, gold: str) -> Grade:
+def grade_math(response: str, gold: str | float) -> Grade:
     r"""Return the grade of the last ``\boxed{}`` of a response against ``gold`` (LaTeX or text)."""
+    if not isinstance(gold, str | int | float):
+        raise TypeError(f"gold: expected a text or a number, found {gold!r:.100}")
     return _grader("math", os.getpid()).grade([response], [str(gold)])[0]
 
 

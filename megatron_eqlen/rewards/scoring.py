@@ -28,7 +28,7 @@ from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
+from megatron_eqlen.rewards.functions import NUMBER_KEYS, RewardFunction, is_reward_function, own_code
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
 from megatron_eqlen.types import UNSCORED, Grade, Metrics, Part, Prompt, Rollout, TokenIds
@@ -194,6 +194,9 @@ class Scorer:
     def _function(self, name: str) -> RewardFunction | None:
         if name not in self._functions:
             named = is_import_path(name) and is_reward_function(name)
+            if named and (taken := [key for key in NUMBER_KEYS if key in self._reward.weights]):
+                expected = f"names other than {', '.join(NUMBER_KEYS)}, of a function's only reward"
+                raise ValueError(f"reward.weights: expected {expected}, found {taken[0]!r}")
             self._functions[name] = RewardFunction(name, "grader") if named else None
         return self._functions[name]
 

@@ -18,6 +18,7 @@ import pytest
 
 from megatron_eqlen.environments.endpoint import LONGEST, Endpoint, Episode, as_message
 from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.environments.tool_calls import ToolCall, as_text
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -62,6 +63,39 @@ def varies(base_url, prompt, seed):
 
 
 varies.count = 0
+
+
+def answers_out_of_order(order):
+    """Return what a template is told of two tools' results, which come in ``order`` (None: without ids)."""
+    episode, tools = Episode(), [{"function": {"name": name}} for name in ("first", "second")]
+    body = {"messages": [{"role": "user", "content": "q"}], "tools": tools}
+    told = []
+
+    def ask():
+        message = episode.ask(body)
+        ids = [call["id"] for call in message["tool_calls"]]
+        results = [
+            {"role": "tool", "content": str(n)} | ({"tool_call_id": ids[n]} if order else {})
+            for n in order or (0, 1)
+        ]
+        told.append([*body["messages"], message, *results])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert episode.asked() == body["messages"]
+    episode.answer("".join(as_text(ToolCall(name, {})) for name in ("first", "second")))
+    thread.join()
+    threading.Thread(target=lambda: episode.ask(body | {"messages": told[0]}), daemon=True).start()
+    found = episode.asked()
+    episode.answer("done")
+    return found
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
+def test_a_tools_result_has_the_name_of_the_call_that_it_answers(order):
+    names = ["first", "second"]
+    expected = [{"role": "tool", "content": str(n), "name": names[n]} for n in order or (0, 1)]
+    assert answers_out_of_order(order) == expected
 
 
 async def calls(base_url, prompt, seed):

@@ -29,6 +29,7 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -644,6 +645,22 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
     assert [message["content"] for message in two] == ["15", "error: more than 1 calls in a turn"]
 
 
+def test_the_python_tool_shows_what_the_last_cell_prints_whatever_earlier_ones_did_to_the_output(request):
+    request.addfinalizer(PythonTool.end)
+    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+    cells = (
+        ("import os, sys, logging\nn = os.write(1, b'first')", "first"),
+        ("sys.stdout.reconfigure(encoding='utf-8'); sys.stdout.buffer.write(b'raw\\n'); x = 5", "raw"),
+        ("logging.basicConfig(stream=sys.stdout, level=20); out = sys.stdout; out.write('x')", "x1"),
+        ("print('y', file=out); logging.info('seen'); x", "y\nINFO:root:seen\n5"),
+        ("y = 6; os._exit(0)", "SystemExit: 0"),
+        ("y", "6"),
+    )
+    assert [run_cell(tool, cell) for cell, _ in cells] == [shown for _, shown in cells]
+    assert tool.step('{"answer": 5}').done, "braces are no call"
+    assert tool.step('{"name": "python", "arguments": {"code": "x"}}').content == "5", "as Llama 3 writes it"
+
+
 UNSTEADY = (
     # without the last bits: where in its heap an object lies may differ, where the heap lies may not
     "class A: pass\nprint([id(it) >> 20 for it in (object(), [], A, A(), A.__init__, lambda: A, print)])",
@@ -725,6 +742,16 @@ def test_methods_are_tools_whose_errors_the_policy_reads_and_a_copy_has_its_own_
     assert called(shop, ("cancel", {"number": 1})) == "cancelled"
     assert [each.grade() for each in (shop, copied)] == [1.0, 0.0]
     assert shop.step("Done.").done
+
+
+def test_a_tool_that_must_be_awaited_is_refused():
+    with pytest.raises(TypeError, match=r"Late.find: expected a tool that returns its answer, found async"):
+
+        class Late(ToolEnvironment):
+            @tool
+            async def find(self) -> str:
+                """Find."""
+                return "found"
 
 
 @pytest.mark.parametrize(("guess", "shown"), [

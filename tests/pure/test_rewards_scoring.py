@@ -264,6 +264,12 @@ def test_named_rewards_are_weighed_and_names_without_a_weight_are_refused(tmp_pa
             graded(tmp_path, of_names, weights=dict.fromkeys(names, 1))
 
 
+@pytest.mark.parametrize("name", ["score", "reward", "rewards"])
+def test_a_named_reward_that_is_called_as_the_only_one_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"reward.weights: expected names other than .*, found '{name}'"):
+        graded(tmp_path, of_names, weights={"right": 1.0, name: 1.0})
+
+
 def of_other_names(a, b, c):
     return 1.0
 

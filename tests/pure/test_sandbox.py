@@ -120,6 +120,15 @@ PROGRAMS = {
         "os.write(os.open('/dev/stdout', os.O_WRONLY), b' ')\n"
         "open('/dev/stdout', 'w').write(str(sum(map(int, open('/dev/stdin').read().split()))))"
     ),
+    "a file on its output": "out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))",
+    "a copy of its output, in a frame that exits": (
+        "import os, sys\ndef main():\n    out = os.fdopen(os.dup(1), 'w')\n"
+        "    out.write(str(sum(map(int, input().split()))))\n    sys.exit()\nmain()"
+    ),
+    "detached output": (
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')\n"
+        "print(sum(map(int, input().split())))"
+    ),
     "numpy": "import numpy as np\nprint(np.array(input().split(), dtype=int).sum())",
     "memoised recursion": (
         "import sys\nfrom functools import lru_cache\nsys.setrecursionlimit(10**6)\n"
@@ -195,6 +204,7 @@ def succeeded(name: str) -> str:
 
 
 ATTACKS = {
+    "another end": "import os\nos._exit = lambda *_: print('succeeded: returned', flush=True)\nexit()",
     "fork bomb": "import os\nwhile True:\n    os.fork()",
     "thread bomb": "import threading as t, time\nwhile True: t.Thread(target=time.sleep, args=(9,)).start()",
     "memory bomb": "x = []\nwhile True:\n    x.append(bytearray(10**7))",

@@ -115,9 +115,11 @@ def test_a_test_leaves_its_reward_in_a_file_of_the_root(tmp_path):
 @pytest.mark.parametrize("left", [
     "echo 1 > score", "mkdir score; echo 1 > score/score", "echo 1 > score; chmod 400 score",
     "echo 1 > score; truncate -s 9M a",  # a folder that cannot be kept
+    "mkdir logs; echo 1 > logs/score; chmod 500 logs",
 ])  # fmt: skip
 def test_a_reward_that_the_policy_wrote_is_none(template, left):
-    here = made(template, test="[ ! -e a ] || truncate -s 9M b; false", reward="score", folder_mb=16)
+    reward = "logs/score" if "logs" in left else "score"
+    here = made(template, test="[ ! -e a ] || truncate -s 9M b; false", reward=reward, folder_mb=16)
     call(here, "run", command=left)
     with pytest.raises(ValueError, match=r"expected a number, found b''; the test printed '.*status 1\)"):
         here.grade()
@@ -328,6 +330,30 @@ def test_what_another_holder_and_a_command_that_cannot_start_have_is_kept(templa
 
 
 # ---- forks -----------------------------------------------------------------------------------------------
+
+
+class Noting(Workspace):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.notes = []
+
+
+def test_a_fork_of_ones_own_workspace_has_its_own_state(template):
+    line = Noting(QUESTION, 5, str(template))
+    line.notes.append("one")
+    fork = line.fork()
+    fork.notes.append("two")
+    assert (line.notes, fork.notes) == (["one"], ["one", "two"])
+    assert fork.folder is line.folder
+
+
+@pytest.mark.parametrize(
+    "closed", ["chmod 0 logs", "chmod 500 logs", "chmod 500 .", "rmdir logs; ln -s /tmp logs"]
+)
+def test_no_mode_or_link_that_the_policy_leaves_keeps_the_test_from_its_reward(template, closed):
+    here = made(template, test="mkdir -p logs && echo 0.25 > logs/score", reward="logs/score")
+    call(here, "run", command=f"mkdir logs; {closed}")
+    assert here.grade().reward == 0.25
 
 
 def test_a_fork_has_the_same_files_and_another_future(template):

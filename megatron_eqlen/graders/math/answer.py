@@ -42,6 +42,7 @@ _SIGNS = {
     "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'",
     "’": "'", "“": '"', "”": '"', "→": r"\to ", "⇒": r"\Rightarrow ", "∴": r"\therefore ", "⟨": "(",
     "⟩": ")", "∨": r"\lor ", "∧": r"\land ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "…": r"\ldots ",
+    "℃": r"^\circ C",
 }  # fmt: skip
 _CHARACTERS = _compile(
     # ``x²`` is ``x^{2}``.
@@ -232,7 +233,7 @@ _BASE = re.compile(r"\(?([0-9A-F]*\d[0-9A-F]*)\)?\s*_\s*\{?\s*\(?(\d\d?)\)?\s*\}
 _MODULUS = re.compile(
     r"(.*?)[\s,]*(?:\\pmod|\(\s*\\?(?:bmod|mod)|\(?\s*\\text\s*\{[\s(]*mod(?:ulo)?\s*\}?)\s*\{?(\d+)[\s})]*"
 )
-_SIZE = re.compile(rf"(?<=\d)\s*(\\text\s*\{{\s*)?({'|'.join(SIZES)})\b\s*", re.IGNORECASE)
+_SIZE = re.compile(rf"(?<=\d)\s*(\\text\s*\{{\s*)?({'|'.join(SIZES)})s?\b\s*", re.IGNORECASE)
 _BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "ten": 10}
 _BASE_WORD = re.compile(rf"_\s*\{{\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASE_NAMES)})\s*\}}+")
 _FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})")
@@ -242,7 +243,7 @@ _CONNECTIVE = re.compile(
 )
 _INEQUALITY = re.compile(rf"[<>]|\\(?:le|ge|ne){_END}")
 _PROSE = re.compile(
-    r"\\text\s*\{([^{}]*)\}|(?<![\\A-Za-z{])(?:(?![A-H]{4})[A-Za-z]{4,}|[A-Z][a-z]{2,}|(?i:yes|no))(?![A-Za-z}])"
+    r"\\text\s*\{([^{}]*)\}|(?<![\\A-Za-z{])(?:(?![A-H]{4})[A-Za-z]{4,}|[A-Z][a-z]{2,}|(?i:yes|no|to))(?![A-Za-z}])"
 )
 """Words among mathematics."""
 _LIST = re.compile(r"\s*(\\\{|[(\[])?(.*?)(\\\}|[)\]])?\s*", re.DOTALL)
@@ -377,7 +378,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     """Return the value and the name of the unit after it or the currency before it, "" for none."""
     text = _BASE_WORD.sub(lambda match: f"_{{{_BASE_NAMES[match[1]]}}}", text).strip()
     # ``10 \pmod 7`` is 3 of unit mod7: the residue counts, whatever its representative.
-    if (match := _MODULUS.fullmatch(text)) and is_numeric(match[1]):
+    if (match := _MODULUS.fullmatch(text)) and is_numeric(match[1]) and int(match[2]):
         return _INTEGER.sub(lambda value: str(int(value[0]) % int(match[2])), match[1]), f"mod{match[2]}"
     if match := _SIGN_UNIT.fullmatch(text):
         sign, before, amount, value, after, degrees, _ = match.groups()
@@ -385,8 +386,8 @@ def _split_unit(text: str) -> tuple[str, str]:
         name = CURRENCIES.get(before or after, "degree")
         return (value, name) if is_numeric(value) and not _FUNCTION.search(value) else (text, "")
     # Digits above the base are no number of that base: ``9_2`` stays.
-    if (match := _BASE.fullmatch(re.sub(r"\\text\{(\w)\}|\s", r"\1", text))) and all(
-        int(digit, 16) < int(match[2]) for digit in match[1]
+    if (match := _BASE.fullmatch(re.sub(r"\\text\{(\w)\}|\s", r"\1", text))) and (
+        int(match[2]) <= 36 and all(int(digit, 16) < int(match[2]) for digit in match[1])
     ):
         digits = match[1] if match[1].isdecimal() else str(int(match[1], int(match[2])))
         return digits, f"base{match[2]}"

@@ -19,7 +19,8 @@ _OPPOSITE = {"yes": "no|not|never|false", "true": "no|not|never|false", "no": "y
 _DECIMAL, _COMMA = re.compile(r"-?\d+\.\d+"), re.compile(r"-?\d+,\d+")
 _AFFIRMATIONS = (r"\text{yes}", r"\text{true}"), (r"\text{no}", r"\text{false}")
 _RATIO = re.compile(r"\d+(?::\d+)+")
-_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+# ``12:30``, ``2026-11-29``, ``11/29/2026``, ``4R3``: no arithmetic
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?|\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}|\d+[Rr]\d+")
 # ``A,B``, ``AB``
 _CHOICES = re.compile(r"[A-H](?:,?[A-H])+")
 _BOUND = re.compile(r"([kmn])\s*(?:\\in(?![a-z])|∈)\s*(?:ℤ|\\(?:mathbb|mathbf|Bbb)\s*\{?Z)")
@@ -80,8 +81,9 @@ def _decimal_commas(gold: str, answer: str) -> tuple[str, str]:
     return gold, answer
 
 
-def _as_asked(gold: str, answer: str) -> tuple[str, str]:
-    """Return both texts, ``answer`` in the gold's form if that is a choice, word, ratio or time of day."""
+def _as_asked(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return both texts, ``answer`` in the gold's form if that is a choice, word, ratio, time or remainder.
+    None for times that differ."""
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and _CHOICES.fullmatch(gold):
@@ -98,7 +100,7 @@ def _as_asked(gold: str, answer: str) -> tuple[str, str]:
     if ":" in answer and _RATIO.fullmatch(gold):
         answer = answer.rpartition("=")[2]
     if _TIME.fullmatch(gold):
-        return gold, answer if answer == gold else ""
+        return (gold, gold) if answer.upper() == gold.upper() else None
     if _RATIO.fullmatch(answer):  # no number: math-verify would divide
         return (_reduced(gold), _reduced(answer)) if _RATIO.fullmatch(gold) else (gold, "")
     return gold, answer

@@ -37,9 +37,11 @@ _REWRITES = (
     (rf"\\frac\{{{_D}(?:\^\{{\d\}})?[A-Za-z]\}}\{{{_D}[A-Za-z](?:\^\{{\d\}})?\}}", lambda m: _symbol(m[0])),
     (r"(?:[A-Za-z]|\d+)'+(?!\()|\\d?dot\{[A-Za-z]\}", lambda m: _symbol(m[0])),
     (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
+    (r"\\sqrt\[(\d*[13579])\]\{-(\d+|[A-Za-z])\}", r"(-\\sqrt[\1]{\2})"),
 )
 """Spellings that the library misreads: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as gamma(1),
-``2(3)`` as 5, and derivatives of unknown functions as 0 or without their primes."""
+``2(3)`` as 5, odd roots of negative numbers as complex, and derivatives of unknown functions as 0 or without
+their primes."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 

@@ -35,11 +35,13 @@ over mod modulo choose squared cubed factorial root power and or not no but if u
 possibly probably to than more less fewer most least about except when for where with without only either
 neither nor approximately approx roughly of is isn was then else given wrong incorrect false true yes sin cos
 tan cot sec csc ln log exp sqrt cis inf infinity infty pi alpha beta gamma delta epsilon theta lambda mu phi
-psi omega sigma tau rho remainder lakh crore mil mille millon millón millones milhão milhões milione milioni
-milliard milliards tausend hundert millionen milliarden тысяч тысячи тысяча тыс миллион миллиона миллионов
-млн миллиард миллиарда миллиардов млрд сто половина половин хиляди милиона или не oder nicht und ou et pas y
-ni o e u bin milyon ribu juta nghìn triệu हज़ार हजार लाख करोड़ या और لاکھ ہزار کروڑ ألف الف مليون مليار أو אלף
-מיליון או พัน หมื่น แสน ล้าน หรือ
+psi omega sigma tau rho remainder hundreds dozens lakh lakhs crore crores seventh sevenths eleventh elevenths
+twelfth twelfths twentieth twentieths below negative doubled tripled factorials impossible incorrectly
+mil mille millon millón millones milhão milhões milione milioni milliard milliards tausend hundert
+millionen milliarden тысяч тысячи тысяча тыс миллион миллиона миллионов млн миллиард миллиарда миллиардов
+млрд сто половина половин хиляди милиона или не oder nicht und ou et pas y ni o e u bin milyon ribu juta
+nghìn triệu हज़ार हजार लाख करोड़ या और لاکھ ہزار کروڑ ألف الف مليون مليار أو אלף מיליון או พัน หมื่น แสน
+ล้าน หรือ
 """
 NOT_UNITS = frozenset(re.sub(r"[^\w\s]", "", _OTHER_WORDS).split())
 """Words after a number that are no unit, without signs that are no letters."""

@@ -38,12 +38,12 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its
 
 _BRACKETS = r"\\?[{(\[]|\\?[)}\]]"
 _GROUP = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
-_EQUALS = r"(?<![<>!:\\])="
+_EQUALS = r"(?<![<>:\\])="
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _SET = re.compile(r"[<>]|\\(?:le|ge|ne|in|notin|subset|cup|cap|setminus|lor|emptyset|mathbb)(?![A-Za-z])")
 _SYMBOL = (
-    r"(?:\\?[A-Za-z]'*(?:_\{\w+\})?(?:\([\w,]+\))?"
-    r"|\\(?!pi|infty|emptyset)[A-Za-z]+(?:_\{\w+\})?|\\(?:vec|hat|bar|tilde|overline)\{\w+\}"
+    r"(?:(?:\\Delta ?)?\\?[A-Za-z]'*(?:_\{[^{}]+\})?(?:\^\{\*\})?(?:\([\w,]+\))?"
+    r"|\\(?!pi|infty|emptyset)[A-Za-z]+(?:_\{\w+\})?|\\(?:vec|hat|bar|tilde|d?dot|overline)\{\w+\}"
     r"|(?:[A-Z]'*(?:_\{\w+\})?){2,})"  # a length, AB
 )
 _LENGTH = r"[A-Z]{2}(?:\^\{\d\})?"
@@ -52,7 +52,8 @@ _NAME = re.compile(
     rf"{_SYMBOL}|{_SYMBOL}(?::{_SYMBOL})+|\({_SYMBOL}(?:,{_SYMBOL})+\)|[a-w](?:\+[a-w])+"
     rf"|\|[^|=+-]+\||\[[A-Z]+\]|\\(?:angle|triangle) ?[A-Z]+|{_SYMBOL}/{_SYMBOL}"
     rf"|{_LENGTH}(?:(?:\\cdot ?|[+-]){_LENGTH})*|\\(?:(?:var)?phi|tau|sigma|mu|pi)\(\w+\)"
-    rf"|\\frac\{{{_SYMBOL}\}}\{{{_SYMBOL}\}}|\\(?:sin|cos|tan|cot)\((?:\\[a-z]+|[A-Z])\)"
+    rf"|\\frac\{{(?:d|\\partial ?)?{_SYMBOL}\}}\{{(?:d|\\partial ?)?{_SYMBOL}\}}"
+    r"|\\(?:sin|cos|tan|cot)\((?:\\[a-z]+|[A-Z])\)"
     r"|(?:[A-Z]|\\mathbb\{[A-Z]\}|\\text\{[^{}]*\}|[a-z]'*(?:\^\{[^{}]*\})?(?=\())(?:\([^()]*\)|\[[^\[\]]*\])?"
     r"|\\(?:dim|det|lim|max|min|sup|inf|gcd|lcm|deg|arg|int|sum|prod|ker)(?![A-Za-z]).+"
 )
@@ -65,6 +66,8 @@ _OBJECT = re.compile(
     r"\\(?:mathbb|mathcal|mathfrak|mathscr|aleph|oplus|otimes|[rl]times|cong|simeq|text)(?![A-Za-z])"
 )
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_INDEX = re.compile(r"\\(?:sum|prod|max|min|sup|inf|big(?:cup|cap))_\{i(?:=|\\in|[<}]|\\ge)")
+"""An operator whose index is ``i``, which is no imaginary unit then."""
 
 
 @lru_cache(maxsize=4096)
@@ -124,7 +127,8 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
     # ``x=1,y=2`` against ``y=2,x=1``, ``(x,y)=(1,2)`` or ``(1,2)``.
     if (named := _without_names(gold, answer)) is not None:
         return equal(*named, is_complex) if named else False
-    if gold.endswith(r"\%") or answer.endswith(r"\%"):
+    is_chain = len(split(answer, f"{_EQUALS}|{_APPROXIMATELY}")) > 1
+    if (gold.endswith(r"\%") or answer.endswith(r"\%")) and not is_chain:
         return _equal_percentages(gold, answer, is_complex)
     # An equation, or a chain such as ``x = 2 \cdot 3 = 6``, of which the end counts.
     if len(split(answer, ",")) == 1:
@@ -285,6 +289,7 @@ def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
 
 def _is_true(terms: list[str], is_complex: bool) -> bool:
     """Return True if the numbers among ``terms`` are equal."""
+    terms = [*map(_hundredths, terms)]
     known = [term for term in terms if numbers.number_of(read(term, is_complex)) is not None]
     return all(_equal_values(known[0], other, is_complex) for other in known[1:])
 
@@ -297,8 +302,9 @@ def _is_false(link: tuple[str, str], is_complex: bool) -> bool:
 
 
 def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
-    exact, near = numbers.number_of(read(value, is_complex)), numbers.number_of(read(rounding, is_complex))
-    decimals = len(rounding.partition(".")[2])
+    exact, near = (numbers.number_of(read(_hundredths(each), is_complex)) for each in (value, rounding))
+    number = rounding.removesuffix(r"\%")
+    decimals = len(number.partition(".")[2]) + 2 * (number != rounding)
     # Half a unit of the last digit, and a little for a tie.
     return exact is not None and near is not None and abs(exact - near) <= 0.51 * 10.0**-decimals
 
@@ -308,6 +314,9 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
     words = _TEXT.findall(gold)
     if len(words) > 1 or words != _TEXT.findall(answer):
         return False  # words are no products of their letters, a sentence is no formula
+    # ``4\text{remainder}3``: numbers around a word are in order, and no product
+    if all(parts := _TEXT.split(gold)) and words:
+        return all(equal(*pair, is_complex) for pair in zip(parts, _TEXT.split(answer), strict=True))
     wanted, given = read(gold, is_complex), read(answer, is_complex)
     if wanted is None or given is None:
         return False
@@ -359,7 +368,10 @@ def compare(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(item: dict[str, str]) -> dict[str, bool]:
-    gold, answer = item["gold"], item["answer"]
+    gold, answer = (
+        _IMAGINARY.sub(r"\\iota ", text) if _INDEX.search(text) else text
+        for text in (item["gold"], item["answer"])
+    )
     is_complex = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(answer))
     return {
         "correct": equal(gold, answer, is_complex),

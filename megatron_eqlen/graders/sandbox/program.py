@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import io
 import os
 import resource
@@ -139,13 +140,13 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
     sys.stderr = sys.__stderr__ = _text_file(2, "w")
     atexit._clear()  # drop the worker's exit functions
     _allow_devices()
-    status = 1
+    status, leave = 1, os._exit  # the program may put another in its place
     try:
         with open(SOURCE, "rb") as file:
             source = file.read()
         status = _execute(source, main, function, rules, token)
     finally:
-        os._exit(status)  # always: the program must never return into the code that called us
+        leave(status)  # always: the program must never return into the code that called us
 
 
 def _allow_devices() -> None:
@@ -182,11 +183,12 @@ def _execute(source: bytes, main: types.ModuleType, function: str | None, rules:
         stage = "runtime_error"
         result = call(main, code, function, rules)
         if result is None:
-            _finish()
+            _finish(main)
         else:
             _report(token, "result", result)
     except SystemExit as end:
-        _finish()
+        end.__traceback__ = None  # whose frames hold the program's files
+        _finish(main)
         # LiveCodeBench's checker counts any ``sys.exit`` as an end in order.
         if rules == "livecodebench":
             return 0
@@ -202,15 +204,18 @@ def _execute(source: bytes, main: types.ModuleType, function: str | None, rules:
     return 0
 
 
-def _finish() -> None:
-    """Do what the interpreter does when it ends: wait for threads, run exit functions, flush."""
+def _finish(main: types.ModuleType) -> None:
+    """Do what the interpreter does when it ends: wait for threads, run exit functions, let go of names
+    (a file that nothing holds writes what it has), flush."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
+    main.__dict__.clear()
     for stream in (sys.stdout, sys.__stdout__):
-        if stream is not None and not getattr(stream, "closed", True):
-            stream.flush()
+        if stream is not None:
+            with contextlib.suppress(ValueError):  # closed or detached
+                stream.flush()
 
 
 def _report(token: str, kind: str, text: str) -> None:

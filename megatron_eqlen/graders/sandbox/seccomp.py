@@ -53,6 +53,7 @@ class Calls:
     clone: int = 0
     clone3: int = 435
     fcntl: int = 0
+    ftruncate: int = 0
     ioctl: int = 0
     madvise: int = 0
     tgkill: int = 0
@@ -93,7 +94,8 @@ X86_64 = Calls(
         "statx": 332, "rseq": 334, "faccessat2": 439,
     },
     openers={"open": (2, 1), "openat": (257, 2)},
-    clone=56, fcntl=72, ioctl=16, madvise=28, tgkill=234, prlimit64=302, socket=41, pivot_root=155,
+    clone=56, fcntl=72, ftruncate=77, ioctl=16, madvise=28, tgkill=234, prlimit64=302, socket=41,
+    pivot_root=155,
     refused={
         "shmget": 29, "ptrace": 101, "syslog": 103, "mount": 165, "add_key": 248, "request_key": 249,
         "keyctl": 250, "unshare": 272, "perf_event_open": 298, "name_to_handle_at": 303,
@@ -118,7 +120,8 @@ AARCH64 = Calls(
         "rseq": 293, "faccessat2": 439,
     },
     openers={"openat": (56, 2)},
-    clone=220, fcntl=25, ioctl=29, madvise=233, tgkill=131, prlimit64=261, socket=198, pivot_root=41,
+    clone=220, fcntl=25, ftruncate=46, ioctl=29, madvise=233, tgkill=131, prlimit64=261, socket=198,
+    pivot_root=41,
     refused={
         "mount": 40, "unshare": 97, "syslog": 116, "ptrace": 117, "shmget": 194, "add_key": 217,
         "request_key": 218, "keyctl": 219, "perf_event_open": 241, "name_to_handle_at": 264,
@@ -139,6 +142,7 @@ def build_filter(calls: Calls, pid: int) -> bytes:
         program += _guard(number, [_load_argument(argument), _pack(JUMP_IF_BITS, WRITING, 1, 0)])
     program += _guard(calls.clone, _thread_flags())
     program += _guard(calls.fcntl, _harmless_command())
+    program += _allow_values(calls.ftruncate, 0, (1,))  # standard output: a file of the process's own
     program += _allow_values(calls.ioctl, 1, TERMINAL_QUERIES)
     program += _allow_values(calls.madvise, 2, HARMLESS_ADVICE)
     program += _allow_values(calls.tgkill, 0, (pid,))
