@@ -225,8 +225,7 @@ class Episode:
 
 
 def _named(message: Message, names: dict[str, str]) -> Message:
-    """Return a tool's message with its name, which templates want, from those of the open calls by id, in
-    place of the id; without one, answers come in the order of calls."""
+    """Return a tool's message with the name of its call, by id or else in order; templates read no id."""
     if message["role"] != "tool":
         return message
     asked = message.get("tool_call_id")

@@ -70,6 +70,10 @@ class EvaluationResult:
         named = [f"{name} {value:g}" for name, value in cut.items() if value]
         return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
 
+    def is_like(self, other: EvaluationResult) -> bool:
+        """Return True if both answered the same questions, sampled alike: the rest is the weights'."""
+        return all(self.manifest.get(key) == other.manifest.get(key) for key in ("question_ids", "rollout"))
+
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
         """Return True if this was measured as ``manifest`` says. A key of a benchmark or of the sampling that
         one of them lacks, of another version of the package, is no difference."""
@@ -111,6 +115,8 @@ def _settings(manifest: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 def asked(benchmark: BenchmarkRecipe, recipe: Recipe) -> dict[str, Any]:
     """Return what a result's manifest takes from the recipe."""
     sampling = recipe.of_benchmark(benchmark)
+    # a run's own commit of the hub, where the recipe names none
+    without = {"revision"} if benchmark.revision is None else set[str]()
     kept = {
         "temperature",
         "top_p",
@@ -119,7 +125,7 @@ def asked(benchmark: BenchmarkRecipe, recipe: Recipe) -> dict[str, Any]:
         "max_response_length",
     }  # change which responses are sampled
     return {
-        "benchmark": benchmark.model_dump(mode="json"),
+        "benchmark": benchmark.model_dump(mode="json", exclude=without),
         "model": recipe.model.path,
         "seed": recipe.seed,
         "samples": sampling.group_size,
@@ -130,7 +136,7 @@ def asked(benchmark: BenchmarkRecipe, recipe: Recipe) -> dict[str, Any]:
 def has_all(path: Path, recipe: Recipe) -> bool:
     """Return True if ``path``, of ``write_results``, has the results that the recipe asks for by now."""
     benchmarks = recipe.evaluation.benchmarks
-    found = {result.benchmark: result for result in read_results(path)} if benchmarks else {}
+    found = by_benchmark(path) if benchmarks else {}
     return all(each.name in found and found[each.name].is_of(asked(each, recipe)) for each in benchmarks)
 
 
@@ -192,6 +198,10 @@ def read_results(path: Path) -> list[EvaluationResult]:
     return results
 
 
+def by_benchmark(path: Path) -> dict[str, EvaluationResult]:
+    return {result.benchmark: result for result in read_results(path)}
+
+
 def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, str]:
     """Return the sha256 of a benchmark's file, or of every file in its folder, or of the ``chosen`` ones."""
     every = path.rglob("*") if path.is_dir() else [path]
@@ -219,8 +229,8 @@ class Evaluation:
     @cached_property
     def gain(self) -> Interval | None:
         """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
-        same = self.first.manifest["question_ids"] == self.result.manifest["question_ids"]
-        return compare([self.first], [self.result]) if self.first is not self.result and same else None
+        same = self.first is self.result or not self.result.is_like(self.first)
+        return None if same else compare([self.first], [self.result])
 
 
 def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:

@@ -17,7 +17,7 @@ from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.report.metrics import read_newest
-from megatron_eqlen.run.run_folder import RunFolder
+from megatron_eqlen.report.status import is_complete, is_trained
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,11 @@ class Cell:
 
     def ended(self, limits: Sequence[str]) -> bool:
         """Return True if nothing of the run is left to do."""
-        recipe = self.recipe(limits)
-        return RunFolder(recipe).ended(recipe)
+        return is_complete(self.folder, self.recipe(limits))
+
+    def trained(self, limits: Sequence[str]) -> bool:
+        """Return True if the run has results, perhaps not yet those that ``evaluation`` asks for by now."""
+        return is_trained(self.folder, self.recipe(limits))
 
     def spent(self) -> Spent:
         """Return the run's spending so far."""
@@ -125,7 +128,7 @@ class Plan:
         if not (references := self.references(cell)):
             return []
         if cell.model not in self.amounts:
-            if not all(reference.ended([]) for reference in references):
+            if not all(reference.trained([]) for reference in references):
                 return None
             # Kept, since runs that have ended spend nothing more.
             spent = [reference.spent() for reference in references]

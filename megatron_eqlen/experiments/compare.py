@@ -272,9 +272,12 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
             ]
             notes.append(f"Unequal budgets (means over runs): {'; '.join(spent)}")
         # Then benchmarks that were not evaluated alike.
-        for name in dict.fromkeys(name for group in mine for run in group.runs for name in run.after):
-            asked = [result.manifest for group in mine for result in group.results(name)]
-            differ = [key for key in ALIKE if any(each.get(key) != asked[0].get(key) for each in asked)]
+        runs = [run for group in mine for run in group.runs]
+        for name in dict.fromkeys(name for run in runs for name in run.after):
+            measured = [results for run in runs for results in (run.before, run.after) if name in results]
+            asked = [results[name].manifest for results in measured]
+            # without a response that ended no grader is known
+            differ = [key for key in ALIKE if len({str(each[key]) for each in asked if each.get(key)}) > 1]
             notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []
     return notes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_eqlen import metrics as m
-from megatron_eqlen.evaluation.result import EvaluationResult, read_results
+from megatron_eqlen.evaluation.result import EvaluationResult, by_benchmark
 from megatron_eqlen.experiments.schema import BASE
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.registry import with_defaults
@@ -97,8 +97,8 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     return RunResult(
         folder,
         recipe or load_run(folder),
-        _by_benchmark(before) if os.path.lexists(before) else {},
-        _by_benchmark(folder / AFTER) if os.path.lexists(folder / AFTER) else {},
+        by_benchmark(before) if os.path.lexists(before) else {},
+        by_benchmark(folder / AFTER) if os.path.lexists(folder / AFTER) else {},
         # A step that lacks the metric adds nothing to a sum.
         float(np.nansum(columns["objective/effective_samples"])),
         float(np.nansum(columns["harvest/generated_tokens"])),
@@ -155,7 +155,3 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
         apart = ", ".join(f"{key}={shown(entries.get(key))}" for key in keys)
         named.setdefault(f"{method} ({apart})" if apart else method, []).append(run)
     return named
-
-
-def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:
-    return {result.benchmark: result for result in read_results(path)}

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
+from megatron_eqlen.evaluation.result import evaluation_files, has_all, histories, read_evaluations
 from megatron_eqlen.files import LATEST, read_text, step_number
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import hold
@@ -160,6 +160,11 @@ def has_ended(run: Path, recipe: Recipe) -> bool:
 
 def is_complete(run: Path, recipe: Recipe) -> bool:
     """Return True if nothing of ``recipe`` is left to do in the folder ``run``."""
+    return is_trained(run, recipe) and has_all(run / "evaluation/after.json", recipe)
+
+
+def is_trained(run: Path, recipe: Recipe) -> bool:
+    """Return True if the run spent its budget, was evaluated, perhaps in another way, and exported."""
     exports = [run / "export", *([run / "adapter"] if recipe.lora.rank else [])]
     written = (run / "report.html").exists() and all(map(is_whole, exports))
     return written and has_ended(run, recipe) and _is_spent(run, recipe)

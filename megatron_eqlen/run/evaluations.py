@@ -13,43 +13,42 @@ from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
 from megatron_eqlen.report.format import markdown_rows
 from megatron_eqlen.run.generation import Rollouts
-from megatron_eqlen.run.run_folder import RunFolder
+from megatron_eqlen.run.run_folder import PARTIAL, RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
 
-PARTIAL = ".partial"
-"""Suffix of an evaluation's file while benchmarks are missing in it."""
-
 
 class Evaluations:
-    """Results of the newest evaluation, and of that before the first step, which it is compared with."""
+    """Results by label, in order; all are compared with those before the first step."""
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self._session, self._folder = session, folder
-        self._before: list[EvaluationResult] = []
-        self._newest: list[EvaluationResult] = []
+        self._results: dict[str, list[EvaluationResult]] = {}
 
     def evaluate(self, label: str, rollouts: Rollouts, steps: int) -> Metrics:
-        """Evaluate all benchmarks with the engine's weights, those after ``steps``, but for results that are
-        there: of a try that was cut off, or of the last step as ``after``."""
+        """Evaluate all benchmarks with the engine's weights, those after ``steps``. Results before and after
+        training that are there stay, also of a try that was cut off, or of the last step."""
         path = self._folder.evaluation(label)
-        files = (path.with_suffix(PARTIAL), path, self._folder.evaluation(step_name(steps)))
+        begun = [path.with_name(path.name + PARTIAL), path]
+        # a step that is taken again, after a kill before its checkpoint, may have other weights
+        known = {"before": begun[steps > 0 :], "after": [*begun, self._folder.evaluation(step_name(steps))]}
+        files = known.get(label, [])
         earlier = agree(lambda: next((read_results(file) for file in files if file.exists()), []))
         if label == "before" and steps:
-            self._before = earlier  # nothing has the weights of before the first step any more
+            self._results[label] = earlier  # nothing has the weights of before the first step any more
             return {}
-        self._newest, metrics = evaluate(self._session, rollouts, path, label, self._before, earlier)
-        if label == "before":
-            self._before = self._newest
+        before = self._results.get("before", [])
+        self._results[label], metrics = evaluate(self._session, rollouts, path, label, before, earlier)
         return metrics
 
     def learned(self) -> str:
         """Return the accuracies before and now, ``arithmetic 43.9% -> 89.1%``."""
-        earlier = {result.benchmark: result.scores.mean() for result in self._before}
+        before, *_, newest = self._results.values()
+        earlier = {result.benchmark: result for result in before}
         return ", ".join(
-            f"{result.benchmark} {100 * earlier[result.benchmark]:.1f}% -> {100 * result.scores.mean():.1f}%"
-            for result in self._newest
-            if result.benchmark in earlier
+            f"{new.benchmark} {100 * old.scores.mean():.1f}% -> {100 * new.scores.mean():.1f}%"
+            for new in newest
+            if (old := earlier.get(new.benchmark)) is not None and new.is_like(old)
         )
 
 
@@ -66,7 +65,7 @@ def evaluate(
     if not rollouts.benchmarks:
         return [], {}
     known = {result.benchmark: result for result in earlier}
-    partial = path.with_suffix(PARTIAL)
+    partial = path.with_name(path.name + PARTIAL)
     rollouts.settle()
     with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
         for benchmark in rollouts.benchmarks:
@@ -88,11 +87,10 @@ def evaluate(
 
 
 def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str:
-    """Return the paired change since an earlier result on the same questions, or an empty text."""
-    questions = result.manifest["question_ids"]
+    """Return the paired change since an earlier result of the same kind, or an empty text."""
     for earlier in before:
         # the manifest holds the policy version: an equal one is the same evaluation, read again
-        if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
+        if result.is_like(earlier) and earlier.manifest != result.manifest:
             return f", {compare([earlier], [result]).points}"
     return ""
 

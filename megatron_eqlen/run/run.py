@@ -209,10 +209,9 @@ class Run:
 
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""
-        every = self.recipe.evaluation.every
-        if not every or (step.number + 1) % every:
+        every, number = self.recipe.evaluation.every, step.number + 1
+        if not every or number % every:
             return step
-        number = step.number + 1
         step = step.log(self.evaluations.evaluate(step_name(number), rollouts, number))
         if distributed.is_rank0():
             self.page.update()

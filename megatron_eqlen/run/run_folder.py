@@ -56,6 +56,8 @@ from megatron_eqlen.report.metrics import read_newest
 
 IMPORTED = time.time()
 """Approximate time at which this process began."""
+PARTIAL = ".part"
+"""Suffix of an evaluation's file while benchmarks are missing in it."""
 BEGAN = "EQLEN_BEGAN"
 """Environment variable: when the command began that started this rank, in seconds since 1970. A STOP file
 from before it was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
@@ -186,12 +188,10 @@ class RunFolder:
         return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
 
     def ended(self, recipe: Recipe) -> bool:
-        """Return True if nothing of ``recipe`` is left to do here; its evaluation may ask for more by now."""
-        # imports what `eqlen plan` has no use for
-        from megatron_eqlen.evaluation.result import has_all
-        from megatron_eqlen.report.status import is_complete
+        """Return True if nothing of ``recipe`` is left to do here."""
+        from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
 
-        return is_complete(self.path, recipe) and has_all(self.evaluation("after"), recipe)
+        return is_complete(self.path, recipe)
 
     def wrote(self, export: Path) -> None:
         """Record the contents of ``export/`` or ``adapter/``."""
@@ -223,6 +223,7 @@ class RunFolder:
         label = step_name(int(metrics[-1]["step"]) if metrics else 0)
         if (after := self.evaluation("after")).exists():
             after.replace(self.evaluation(label))  # has all that the step's own evaluation had
+        after.with_name(after.name + PARTIAL).unlink(missing_ok=True)
         for export in (self.export, self.adapter):
             if export.exists():
                 export.rename(unused(self.path / f"{export.name}-{label}"))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -272,6 +273,7 @@ def test_a_benchmark_that_fails_costs_no_other_and_no_weights_of_before_are_inve
     assert rollouts.measured == ["first", "second"]
     assert [result.benchmark for result in read_results(tmp_path / "after.json")] == ["first", "second"]
     assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
+    shutil.copy(tmp_path / "after.json", tmp_path / "step-00000003.json")
     evaluations.evaluate("before", rollouts, 3)
     assert rollouts.measured == ["first", "second"], "a run that began without benchmarks has no first result"
     assert not (tmp_path / "before.json").exists()

@@ -131,7 +131,10 @@ def test_a_problem_without_a_reward_costs_its_own_pair_alone_and_unequal_evaluat
         make_run(tmp_path, seed, right, sampling="independent")
         folder = make_run(tmp_path, seed, right)
         (whole,) = [result(right)]
-        manifest = {"question_ids": whole.manifest["question_ids"][1:], "rollout": {"temperature": 1.0}}
+        manifest = {
+            "question_ids": whole.manifest["question_ids"][1:],
+            "rollout": {"temperature": 0.1 * seed},
+        }
         write_results(
             folder / "evaluation/after.json", [replace(whole, answers=whole.answers[1:], manifest=manifest)]
         )
