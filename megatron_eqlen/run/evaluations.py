@@ -82,17 +82,11 @@ def evaluate(
         counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         # when nothing is right, verdicts tell a hard benchmark from a wrong answer format
         why = "" if result.scores.any() else f" (of {verdicts.total()} responses {counts})"
-        session.progress.say(f"{label}: {accuracy}{_change(result, before)}{why}")
-    return results, metrics
-
-
-def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str:
-    """Return the paired change since an earlier result of the same kind, or an empty text."""
-    for earlier in before:
         # the manifest holds the policy version: an equal one is the same evaluation, read again
-        if result.is_like(earlier) and earlier.manifest != result.manifest:
-            return f", {compare([earlier], [result]).points}"
-    return ""
+        alike = [old for old in before if result.is_like(old) and old.manifest != result.manifest]
+        change = f", {compare(alike[:1], [result]).points}" if alike else ""
+        session.progress.say(f"{label}: {accuracy}{change}{why}")
+    return results, metrics
 
 
 def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str:

@@ -8,7 +8,6 @@ grading. Every rank then has the rollouts that it graded, and skeletons of all o
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -66,7 +65,6 @@ from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
-log = logging.getLogger(__name__)
 
 SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts that the next step resumes."""
@@ -196,11 +194,6 @@ class Generator(InTurn):
         """Partial rollouts that this step resumes."""
         self.recorded: tuple[int | None, list[Path]] = None, []
         """Number of a step, and the files of an attempt at it that was cut short, but not of this process."""
-
-    def warn_of_overlaps(self) -> None:
-        """Warn about sources of training prompts that hold questions of a benchmark."""
-        for overlap in self.source.overlaps(self.benchmarks) if self.source else ():
-            log.warning("%s", overlap)
 
     # ---- prompts ------------------------------------------------------------------------------------
 

@@ -130,7 +130,8 @@ def start_rollouts(
     if not session.recipe.generates:
         return Demonstrations(session, prompts, None)
     generator = Generator(session, streams, source=prompts)
-    generator.warn_of_overlaps()
+    for overlap in prompts.overlaps(generator.benchmarks) if prompts else ():
+        session.progress.warn(overlap)
     if session.recipe.supervised:
         return Demonstrations(session, prompts, generator)
     return Ahead(generator) if session.recipe.rollout.staleness else generator

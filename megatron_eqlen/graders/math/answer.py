@@ -42,7 +42,6 @@ _SIGNS = {
     "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'",
     "’": "'", "“": '"', "”": '"', "→": r"\to ", "⇒": r"\Rightarrow ", "∴": r"\therefore ", "⟨": "(",
     "⟩": ")", "∨": r"\lor ", "∧": r"\land ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "…": r"\ldots ",
-    "℃": r"^\circ C",
 }  # fmt: skip
 _CHARACTERS = _compile(
     # ``x²`` is ``x^{2}``.
@@ -318,7 +317,7 @@ def _ascii(sign: str) -> str:
     plain = unicodedata.normalize("NFKC", sign)
     if unicodedata.decomposition(sign).startswith("<fraction>"):
         return r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
-    return plain
+    return "".join(_SIGNS.get(each, each) for each in plain)  # ``℃``
 
 
 def _repeating(whole: str, start: str, block: str) -> str:

@@ -40,8 +40,7 @@ _REWRITES = (
     (r"\\sqrt\[(\d*[13579])\]\{-(\d+|[A-Za-z])\}", r"(-\\sqrt[\1]{\2})"),
 )
 """Spellings that the library misreads: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as gamma(1),
-``2(3)`` as 5, odd roots of negative numbers as complex, and derivatives of unknown functions as 0 or without
-their primes."""
+``2(3)`` as 5, odd roots of negatives as complex, derivatives of unknown functions as 0 or without primes."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 
