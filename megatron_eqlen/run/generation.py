@@ -65,7 +65,6 @@ from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
-
 SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts that the next step resumes."""
 PLACED = "placed"

@@ -19,8 +19,12 @@ from megatron_eqlen.evaluation.evaluate import evaluate, subject
 from megatron_eqlen.evaluation.result import (
     Answers,
     EvaluationResult,
+    asked,
     compare,
+    evaluation_files,
+    has_all,
     over_seeds,
+    read_evaluations,
     read_results,
     write_results,
 )
@@ -146,12 +150,12 @@ def test_an_evaluation_samples_as_it_says_and_training_as_before(recipe, of_all,
     recipe = recipe.model_validate(recipe.model_dump() | {"evaluation": evaluation})
     engine = AnsweringEngine(ANSWERS)
     result = run(recipe, engine)
-    asked, after = engine.sampled_as
-    longest = asked.max_response_length
-    assert (asked.temperature, asked.top_p, asked.top_k, longest, result.samples) == expected
+    used, after = engine.sampled_as
+    longest = used.max_response_length
+    assert (used.temperature, used.top_p, used.top_k, longest, result.samples) == expected
     assert after == recipe.rollout
     assert result.sampling == text
-    assert result.manifest["rollout"] == asked.model_dump(include={*result.manifest["rollout"]})
+    assert result.manifest["rollout"] == used.model_dump(include={*result.manifest["rollout"]})
     assert max(max(a.lengths) for a in result.answers) == min(longest, 16 if expected[4] > 1 else 10)
     assert recipe.longest_context == recipe.longest_path + (14 if longest == 30 else 0)
 
@@ -236,6 +240,32 @@ def test_a_stored_result_stands_until_its_file_changes(recipe):
     assert stored.is_of(subject(recipe.evaluation.benchmarks[0], recipe, 0))
     file.write_bytes(b"another file")
     assert not stored.is_of(subject(recipe.evaluation.benchmarks[0], recipe, 0))
+
+
+def test_a_result_of_a_commit_of_the_hub_is_of_a_recipe_that_names_none(recipe, tmp_path):
+    benchmark = recipe.evaluation.benchmarks[0].model_copy(update={"revision": "b" * 40})
+    pinned = recipe.model_copy(
+        update={"evaluation": recipe.evaluation.model_copy(update={"benchmarks": [benchmark]})}
+    )
+    file = tmp_path / "after.json"
+    write_results(file, [run(pinned, AnsweringEngine(ANSWERS))])
+    assert [has_all(file, each) for each in (pinned, recipe)] == [True, True]
+    other = benchmark.model_copy(update={"revision": "c" * 40})
+    assert not read_results(file)[0].is_of(asked(other, recipe))
+
+
+def test_a_change_is_said_where_both_were_sampled_alike(recipe, tmp_path):
+    raw = recipe.model_dump() | {"seed": 5}
+    raw["evaluation"] |= {"temperature": 1.0}
+    before = run(recipe, AnsweringEngine(ANSWERS))
+    write_results(tmp_path / "before.json", [before])
+    for name, after, is_shown in (
+        ("after", run(recipe, AnsweringEngine(ANSWERS, policy_version=1)), True),
+        ("after", run(recipe.model_validate(raw), AnsweringEngine(ANSWERS, policy_version=1)), False),
+    ):
+        write_results(tmp_path / f"{name}.json", [after])
+        _, last = read_evaluations(evaluation_files(tmp_path, 3))
+        assert (last.gain is not None) == after.is_like(before) == is_shown
 
 
 class Scored(Rollouts):

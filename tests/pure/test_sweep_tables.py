@@ -167,6 +167,22 @@ def test_what_is_missing_is_said_below_the_tables(tmp_path, capsys):
     assert "Seeds that have ended on tiny, 0 of 3: GRPO" in capsys.readouterr().out, "it may spend more"
 
 
+def test_runs_that_are_to_be_measured_in_another_way_keep_their_results_and_are_not_ended(tmp_path, capsys):
+    file = write_sweep(tmp_path)
+    plan = ended(file)
+    for cell in plan.cells:
+        assert cell.ended(plan.limits(cell))
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(recipe.read_text().replace("benchmarks: [{", "benchmarks: [{name: more, path: x}, {"))
+    assert cli.main(["sweep", str(file), "--tables"]) == 0
+    said = capsys.readouterr().out
+    assert "Seeds that have ended" not in said
+    assert cli.main(["sweep", str(file), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("eqlen submit") == len(plan.cells), (
+        "also those that a reference limits"
+    )
+
+
 # ---- curves ---------------------------------------------------------------------------------------------
 
 
