@@ -117,13 +117,8 @@ def asked(benchmark: BenchmarkRecipe, recipe: Recipe) -> dict[str, Any]:
     sampling = recipe.of_benchmark(benchmark)
     # a run's own commit of the hub, where the recipe names none
     without = {"revision"} if benchmark.revision is None else set[str]()
-    kept = {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "max_response_length",
-    }  # change which responses are sampled
+    # settings that change which responses are sampled
+    kept = {"temperature", "top_p", "top_k", "min_p", "max_response_length"}
     return {
         "benchmark": benchmark.model_dump(mode="json", exclude=without),
         "model": recipe.model.path,
@@ -199,6 +194,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
 
 
 def by_benchmark(path: Path) -> dict[str, EvaluationResult]:
+    """Read a file of ``write_results`` by benchmark. Raises ValueError as ``read_results``."""
     return {result.benchmark: result for result in read_results(path)}
 
 

@@ -48,7 +48,7 @@ class Evaluations:
         return ", ".join(
             f"{new.benchmark} {100 * old.scores.mean():.1f}% -> {100 * new.scores.mean():.1f}%"
             for new in newest
-            if (old := earlier.get(new.benchmark)) is not None and new.is_like(old)
+            if (old := earlier.get(new.benchmark)) and old.manifest["rollout"] == new.manifest["rollout"]
         )
 
 
