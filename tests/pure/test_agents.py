@@ -101,9 +101,11 @@ def test_a_tools_result_has_the_name_of_the_call_that_it_answers(order):
 async def calls(base_url, prompt, seed):
     """Asynchronous, with tools, and a stream."""
     session = openai.AsyncOpenAI(base_url=base_url, api_key="any")
-    turn = (await session.chat.completions.create(model="m", messages=FIRST, tools=[TOOL])).choices[0]
+    reply = await session.chat.completions.create(model="m", messages=FIRST, tools=[TOOL])
+    turn = reply.choices[0]
     assert turn.finish_reason == "tool_calls"
     (call,) = turn.message.tool_calls
+    assert reply.usage.total_tokens == 0, "clients that add it up find a number"
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     results = [{"role": "tool", "tool_call_id": call.id, "content": word} for word in ("one", "two")]
     messages = [*FIRST, turn.message, *results]

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
-from sympy import Function, I, Set, Symbol, Union, zeta
+from sympy import Function, I, Intersection, Set, Symbol, Union, zeta
 
 CLEAN_UP = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none"
@@ -49,8 +49,9 @@ def read(text: str, is_complex: bool = False) -> Any:
     """Return the SymPy object of a normal form without units; None if math-verify cannot read it."""
     if _TWO_NUMBERS.search(text):
         return None  # the library would add or multiply them
-    if r"\lor" in text:
-        return _read_union(text.split(r"\lor"), is_complex)
+    for word, join in ((r"\lor", Union), (r"\land", Intersection)):
+        if word in text:
+            return _read_joined(text.split(word), join, is_complex)
     try:
         parser = _Latex2Sympy(is_real=not is_complex, config=READING)
         for pattern, replacement in _REWRITES:
@@ -62,9 +63,9 @@ def read(text: str, is_complex: bool = False) -> Any:
         return None
 
 
-def _read_union(conditions: list[str], is_complex: bool) -> Set | None:
+def _read_joined(conditions: list[str], join: type[Set], is_complex: bool) -> Set | None:
     parts = [read(condition, is_complex) for condition in conditions]
     try:
-        return Union(*(part if isinstance(part, Set) else part.as_set() for part in parts))
+        return join(*(part if isinstance(part, Set) else part.as_set() for part in parts))
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         return None
