@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.job import Job
@@ -30,7 +31,6 @@ from megatron_eqlen.types import Grade, Prompt, Rollout
 from tests.pure.test_report_compare import result
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe, versions_of, without
 
-pytestmark = pytest.mark.usefixtures("world_of_one")
 STEPS, PROMPTS = 5, 2
 
 
@@ -115,6 +115,14 @@ def session(recipe: Recipe) -> Any:
         early_grading=HarvestObserver(), stage=stage, timeline=timeline, watchdog=Watchdog(0, 1, None),
         ends_with=ends.append,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def recipe(staleness: int, steps: int | None = STEPS, **rollout: Any) -> Recipe:

@@ -35,6 +35,9 @@ from megatron_eqlen.run.evaluations import Evaluations, leaderboard
 from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.recipes import SAMPLED, small
+from tests.pure.test_ahead import world_of_one
+
+__all__ = ["world_of_one"]
 
 EOS = 0
 
@@ -288,7 +291,6 @@ def stage(name, patience):
     yield {}
 
 
-@pytest.mark.usefixtures("world_of_one")
 def test_a_benchmark_that_fails_costs_no_other_and_no_weights_of_before_are_invented(tmp_path):
     said: list[str] = []
     session = SimpleNamespace(recipe=small(), stage=stage, progress=SimpleNamespace(say=said.append))

@@ -161,7 +161,7 @@ def run_of(gpu: Gpu, evaluates: bool, completes: bool) -> Any:
     """Return a run whose verbs do nothing but what moves memory."""
     left = iter([True] * STEPS + [False])
 
-    def evaluate(step: Any, rollouts: Any) -> Any:
+    def evaluate(step: Any, rollouts: Any, steps: int = 0) -> Any:
         if evaluates:
             use(gpu, rollouts.engine, "evaluate")
         return step
