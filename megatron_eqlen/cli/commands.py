@@ -32,7 +32,9 @@ def train(arguments: argparse.Namespace) -> int:
     # The process that starts the ranks, and rank 0 again, which finds it done.
     if arguments.start and os.environ.get("RANK", "0") == "0":
         folder.begin_from(arguments.start, recipe.rollout.carry_over)
-    if folder.ended(recipe):
+    from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
+
+    if is_complete(folder.path, recipe):
         print(f"{folder.path}: complete; see {folder.report}")
         return 0
     if recipe.rollout.engine == "server" and not arguments.replay:

@@ -64,7 +64,9 @@ class Submission:
 
     def submit(self) -> int:
         """Keep the script, submit it and print where to look; return the exit status."""
-        if self.folder.ended(self.recipe):
+        from megatron_eqlen.report.status import is_complete
+
+        if is_complete(self.folder.path, self.recipe):
             print(f"{self.folder.path}: complete; see {self.folder.report}")
             return 0
         if "CONTAINER_IMAGE" not in os.environ:  # the container's mounts may give files other names

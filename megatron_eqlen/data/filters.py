@@ -60,10 +60,10 @@ def read_questions(path: Path) -> Iterator[str]:
     """Yield the questions of a list: one a line, as plain text or as a JSON string."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            text = line.decode().strip()
+            text = line.decode().strip("\ufeff \t\r")
             question = parse_json(text) if text.startswith('"') else text
-            if text.startswith('{"'):
-                raise ValueError("found a record")
+            if re.match(r"\{\s*\"|\[\s*[\"{]", text):
+                raise ValueError("found a record or a list")
         except ValueError as error:
             raise ValueError(f"{path}: line {number}: expected text or a JSON string: {error}") from None
         if question:

@@ -34,6 +34,7 @@ from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.graders.math.answer import normalize
 from megatron_eqlen.hf.dataset_files import split_of
 from megatron_eqlen.hf.tokenizer import Turn
+from megatron_eqlen.recipe import DataRecipe
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, kind_of, reference
 
@@ -69,7 +70,7 @@ def read(
         # only the columns that are read: a parquet file may hold long others
         extra = function.columns(layout.names) if function else ()
         places = (place for each in layout.places.values() for place in each)
-        wanted = dict.fromkeys(place.partition(".")[0] for place in (*places, *extra))
+        wanted = dict.fromkeys(name for each in (*places, *extra) for name in (each, each.partition(".")[0]))
         for row_id, record in numbered(path, file, read_records(file, (), wanted)):
             try:
                 yield _row(row_id, record, layout, grader, function)
@@ -114,9 +115,14 @@ def _row(
         raise BadRow("missing_column", layout.missing("question"))
     question = text_field(fields, "question")
     # The data set's instruction is for another grader's form of answer.
-    if grader == "math" and (bare := unwrapped(question)):
-        question, messages = bare, None
-        fields.pop("instruction", None)
+    last = messages[-1]["content"] if messages else question
+    if grader == "math" and (bare := unwrapped(last)):
+        question = question.removesuffix(last) + bare
+        if not (messages and messages[1:]):
+            messages = fields["instruction"] = None
+        else:  # the turns before it stay, and the last one asks as the grader reads
+            asks = DataRecipe.model_fields["instruction"].default
+            messages = (*messages[:-1], {**messages[-1], "content": f"{bare}\n\n{asks}"})
     instruction = optional_text_field(fields, "instruction")
     difficulty = _difficulty(fields)
     if grader == "code":

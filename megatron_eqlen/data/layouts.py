@@ -45,7 +45,7 @@ ANSWERS = (
 )
 BESIDE = (
     "system", "system_prompt", "tools", "functions", "choices", "options", "context", "passage", "body",
-    "document", "documents", "image", "images",
+    "document", "documents", "image", "images", "input",
 )  # fmt: skip
 """Columns without which a question may make no sense."""
 KNOWN = {"question": QUESTIONS, "answer": ANSWERS}
@@ -96,9 +96,12 @@ class Layout:
             # [places that have the field] -> value; the first wins
             values = {place: value_at(record, place, _MISSING) for place in places}
             there = {place: value for place, value in values.items() if value is not _MISSING}
+            if ours in KNOWN:
+                # An empty column asks and answers nothing.
+                there = {place: v for place, v in there.items() if v not in (None, "")} or there
             if ours == "question":
-                # An empty column asks nothing; a chat may be written as text.
-                there = {place: _read(v) for place, v in there.items() if v not in (None, "")} or there
+                # A chat may be written as text.
+                there = {place: _read(v) for place, v in there.items()}
                 # White space and turns before do not make two questions; of equal ones the first place stays.
                 asked = {_asked(value): place for place, value in reversed(there.items())}
                 if len(asked) > 1:
@@ -162,11 +165,12 @@ def chat(value: Any) -> list[Turn]:
         # OpenAI's keys, or ShareGPT's.
         role = ROLES.get(str(record.get("role", record.get("from"))).lower())
         content = record.get("content", record.get("value"))
-        if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        if isinstance(content, list):
             # OpenAI's list of parts, texts alone
-            content = "".join(str(part["text"]) for part in content)
+            texts = [_text_of(part) for part in content]
+            content = "".join(filter(None, texts)) if None not in texts else None
         # Parquet gives each turn all keys, with null where it has none.
-        more = {key: v for key, v in record.items() if key not in SAID and v not in (None, "", [])}
+        more = {key: _pruned(v) for key, v in record.items() if key not in SAID and v not in (None, "", [])}
         if content is None and more.get("tool_calls"):
             content = ""
         if role is None or not isinstance(content, str):
@@ -174,6 +178,19 @@ def chat(value: Any) -> list[Turn]:
             raise ValueError(f"expected {expected} with a role of {', '.join(ROLES)}, found {turn!r:.200}")
         turns.append({"role": role, "content": content, **more})
     return turns
+
+
+def _pruned(value: Any) -> Any:
+    # in parquet each record of a list has the fields of all, as null: arguments of other calls, too
+    if isinstance(value, dict):
+        return {key: _pruned(v) for key, v in value.items() if v is not None}
+    return [*map(_pruned, value)] if isinstance(value, list) else value
+
+
+def _text_of(part: Any) -> str | None:
+    # an image's part may have a text of null
+    is_text = isinstance(part, dict) and str(part.get("type") or "text").endswith("text")
+    return part["text"] if is_text and isinstance(part.get("text"), str) else None
 
 
 def unwrapped(question: str) -> str | None:
@@ -238,7 +255,7 @@ def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str,
 def _read(value: Any) -> Any:
     """Return the value, or the chat that was written as text, as JSON or by Python's ``str``."""
     # ``[{"role": "user", ...}]`` as JSON has it, ``[{'role': 'user', ...}]`` as Python prints it.
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
         for read in (parse_json, ast.literal_eval):
             with suppress(ValueError, SyntaxError):
                 return read(value.strip())
@@ -254,7 +271,7 @@ def _asked(value: Any) -> str:
 
 
 def _has(sample: Sequence[dict[str, Any]], place: str) -> bool:
-    return any(value_at(record, place) is not None for record in sample)
+    return any(value_at(record, place) not in (None, "") for record in sample)
 
 
 def _is_chat(place: str, sample: Sequence[dict[str, Any]]) -> bool:
@@ -289,7 +306,9 @@ def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict[str, Any]])
     question, answer = (_used(places[ours], sample) for ours in KNOWN)
     kind = " (a chat, as it stands)" if any(_is_chat(place, sample) for place in question) else ""
     names = dict.fromkeys(name for record in sample for name in record)
-    beside = [name for name in names if name.lower() in BESIDE and _has(sample, name)]
+    beside = [
+        name for name in names if name.lower() in BESIDE and _has(sample, name) and name not in question
+    ]
     others = [place for place in places["answer"] if place not in (*answer, *WORKED) and _has(sample, place)]
     unread = f"; not shown to the model: {', '.join(beside)}" if beside else ""
     unread += f"; not read: {', '.join(others)}" if others else ""
@@ -302,5 +321,5 @@ def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict[str, Any]])
 
 def _used(places: Sequence[str], sample: Sequence[dict[str, Any]]) -> list[str]:
     """Return the places that are the first with a value in a record of ``sample``."""
-    first = (next((p for p in places if value_at(record, p) is not None), "") for record in sample)
+    first = (next((p for p in places if value_at(record, p) not in (None, "")), "") for record in sample)
     return [place for place in dict.fromkeys(first) if place]

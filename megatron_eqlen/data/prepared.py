@@ -122,6 +122,8 @@ def prepared_file(path: Path, manifest: Mapping[str, Any]) -> Iterator[Callable[
 
         def write(row: Problem) -> None:
             nonlocal characters
+            if more := {key for turn in row.messages or () for key in turn} - {"role", "content"}:
+                raise ValueError(f"{row.row_id}: a prepared file keeps no {', '.join(sorted(more))} of turns")
             rows.append(asdict(row))
             characters += len(row.gold)
             if len(rows) == ROWS_PER_GROUP or characters >= CHARACTERS_PER_GROUP:

@@ -147,9 +147,9 @@ def answer_field(record: Any, name: str) -> str:
     value = field_of(record, name)
     if isinstance(value, list) and len(value) == 1:
         return answer_field({name: value[0]}, name)
-    # ``1E+2`` is written 100.
+    # ``1E+2`` is written 100, and all digits stay.
     if isinstance(value, Decimal):
-        return f"{value.normalize():f}"
+        return f"{value:f}".rstrip("0").rstrip(".") if "." in f"{value:f}" else f"{value:f}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_field(record, name)
     if isinstance(value, int):

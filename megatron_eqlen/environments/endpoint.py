@@ -43,8 +43,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
 }  # fmt: skip
 """Values that a request may have; all other keys are ignored."""
-COUNTS = "prompt_tokens", "completion_tokens", "total_tokens"
-"""Counts that clients read, all 0: tokens are counted where turns are made."""
+USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)  # not known here
 
 
 class RefusedError(ValueError):
@@ -341,7 +340,7 @@ class Endpoint:
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "logprobs": None}
         named = {"id": f"chatcmpl-{secrets.token_hex(8)}", "model": asked.get("model")}
-        reply = named | {"created": int(time.time()), "usage": dict.fromkeys(COUNTS, 0)}
+        reply = named | {"created": int(time.time()), "usage": USAGE}
         if not asked.get("stream"):
             choices = [choice | {"message": message}]
             return _reply(200, reply | {"object": "chat.completion", "choices": choices})

@@ -75,8 +75,7 @@ class EvaluationResult:
         return all(self.manifest.get(key) == other.manifest.get(key) for key in ("question_ids", "rollout"))
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
-        """Return True if this was measured as ``manifest`` says. A key of a benchmark or of the sampling that
-        one of them lacks, of another version of the package, is no difference."""
+        """Return True if this was measured as ``manifest`` says, but for keys of other package versions."""
         found = _settings(self.manifest)
         return all(found.get(key, value) == value for key, value in _settings(manifest).items())
 

@@ -113,7 +113,7 @@ class Plan:
         known = {benchmark.name for recipe in recipes for benchmark in recipe.evaluation.benchmarks}
         for number, table in enumerate(self.sweep.tables):
             if unknown := [name for name in table.benchmarks or () if name not in known]:
-                expected = f"some of {', '.join(sorted(known))}" if known else "none: no recipe has any"
+                expected = f"some of {', '.join(sorted(known)) or 'none'}"
                 raise RecipeError(f"tables.{number}.benchmarks: expected {expected}, found {unknown[0]!r}")
         return recipes
 

@@ -274,8 +274,7 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
         # Then benchmarks that were not evaluated alike.
         runs = [run for group in mine for run in group.runs]
         for name in dict.fromkeys(name for run in runs for name in run.after):
-            measured = [results for run in runs for results in (run.before, run.after) if name in results]
-            asked = [results[name].manifest for results in measured]
+            asked = [of[name].manifest for run in runs for of in (run.before, run.after) if name in of]
             # without a response that ended no grader is known
             differ = [key for key in ALIKE if len({str(each[key]) for each in asked if each.get(key)}) > 1]
             notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []

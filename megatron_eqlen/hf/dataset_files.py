@@ -97,7 +97,7 @@ def split_of(name: str) -> str:
     if shard := _SHARD.fullmatch(PurePosixPath(name).name):
         return shard[1]
     # ``data/train/part-1.jsonl``: data, train, part, jsonl.
-    words = re.split(r"[^A-Za-z]+", name)
+    words = re.split(r"[^a-z]+", name.lower())
     return next((split for split, known in KEYWORDS.items() if set(known) & set(words)), "train")
 
 

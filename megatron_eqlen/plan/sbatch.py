@@ -32,11 +32,12 @@ def train_environment(cluster: ClusterRecipe) -> dict[str, str]:
 def server_options(job: Job, job_name: str, nodes: int) -> list[str]:
     """Return sbatch's options for nodes like the trainer's full of vLLM servers, one task a server."""
     gpus, cluster = job.recipe.rollout.tensor_parallel, job.recipe.cluster
+    needs = lambda job: cluster.processes_per_node * PROCESS + export_bytes(job)  # noqa: E731
     return [
         f"--job-name={job_name}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={replicas_on_node(job.recipe)}",
-        *_of_gpus(job, f"--gpus-per-task={gpus}", _servers_bytes),
+        *_of_gpus(job, f"--gpus-per-task={gpus}", needs),
         f"--cpus-per-task={gpus * cluster.cpus_per_process}",
         f"--time={cluster.time}",
     ]
@@ -61,7 +62,3 @@ def _of_gpus(job: Job, gpus: str, host_bytes: Callable[[Job], float]) -> list[st
 def trainer_bytes(job: Job) -> float:
     """Return the bytes of host memory that the plan counts for a node."""
     return sum(host_parts(job, trainer(job), workload(job.recipe)).values())
-
-
-def _servers_bytes(job: Job) -> float:
-    return job.recipe.cluster.processes_per_node * PROCESS + export_bytes(job)

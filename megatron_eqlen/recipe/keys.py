@@ -37,13 +37,11 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     def likeness(key: tuple[str, ...]) -> float:
         return _alike(name.lower(), key[-1]) + SAME_SECTION * (_without_numbers(key[:-1]) == section)
 
-    def is_other(word: str) -> bool:  # ``batch`` is no ``block``
-        return all(_alike(word, own) <= LEAST_SIMILAR for own in best[-1].split("_"))
-
     # Of equally similar keys the one with fewer parts.
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
-    others = likeness(best) <= ABBREVIATION and any(map(is_other, name.lower().split("_")))
-    if likeness(best) < LEAST_SIMILAR or others:
+    words = [[_alike(word, own) for own in best[-1].split("_")] for word in name.lower().split("_")]
+    others = any(max(alike) <= LEAST_SIMILAR for alike in words)  # ``batch`` is no ``block``
+    if likeness(best) < LEAST_SIMILAR or (others and likeness(best) <= ABBREVIATION):
         return _hint(unknown, lost=True) if schema is Recipe else None
     # In the same section the numbers that were written stay: ``data.sources.3.weight``.
     if _without_numbers(best[:-1]) == section:

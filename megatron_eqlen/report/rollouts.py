@@ -117,12 +117,10 @@ class Training:
     def telling(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return a few of ``rollouts`` of different prompts, first those with unequal rewards."""
         by_prompt: dict[str, Rollout] = {}
-        for rollout in sorted(rollouts, key=lambda rollout: not self._teaches(rollout)):
+        taught = {id(r): any(self.of(p).role in ("raised", "lowered") for p in r.parts) for r in rollouts}
+        for rollout in sorted(rollouts, key=lambda rollout: not taught[id(rollout)]):
             by_prompt.setdefault(rollout.prompt_id, rollout)
         return [*by_prompt.values()][:SHOWN]
-
-    def _teaches(self, rollout: Rollout) -> bool:
-        return any(self.of(part).role in ("raised", "lowered") for part in rollout.parts)
 
 
 def _role(weight: float, advantage: float) -> Role:

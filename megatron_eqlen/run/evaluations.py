@@ -17,6 +17,8 @@ from megatron_eqlen.run.run_folder import PARTIAL, RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
 
+Results = Sequence[EvaluationResult]
+
 
 class Evaluations:
     """Results by label, in order; all are compared with those before the first step."""
@@ -53,12 +55,7 @@ class Evaluations:
 
 
 def evaluate(
-    session: Session,
-    rollouts: Rollouts,
-    path: Path,
-    label: str,
-    before: Sequence[EvaluationResult] = (),
-    earlier: Sequence[EvaluationResult] = (),
+    session: Session, rollouts: Rollouts, path: Path, label: str, before: Results = (), earlier: Results = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
     """Evaluate all benchmarks into ``path``, one after the other. ``before``: to compare with. ``earlier``:
     results, of which those that are of the same weights and settings are not measured again."""

@@ -187,12 +187,6 @@ class RunFolder:
         folders = [*step_folders(self.streams), *step_folders(self.checkpoints)]
         return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
 
-    def ended(self, recipe: Recipe) -> bool:
-        """Return True if nothing of ``recipe`` is left to do here."""
-        from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
-
-        return is_complete(self.path, recipe)
-
     def wrote(self, export: Path) -> None:
         """Record the contents of ``export/`` or ``adapter/``."""
         keep(self.path, {f"RUN/{export.name}": written(export)})

@@ -64,18 +64,15 @@ class ColumnShare:
 
 def of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:
     """Return the table with these layers of its path columns, unless they have as many."""
-    chosen = {
-        name: _layers(values, layers)
-        for name, values in tokens.columns.items()
-        if COLUMNS[name].of_path and values.shape[1] != len(layers)
-    }
+    chosen: dict[str, Any] = {}
+    for name, values in tokens.columns.items():
+        if not COLUMNS[name].of_path or values.shape[1] == len(layers):
+            continue
+        if isinstance(values, Placeholder):
+            chosen[name] = Placeholder((len(values), len(layers), *values.shape[2:]), values.dtype)
+        else:
+            chosen[name] = values[:, np.array(layers, np.int64)]
     return Tokens({**tokens.columns, **chosen}, len(tokens)) if chosen else tokens
-
-
-def _layers(values: Any, layers: tuple[int, ...]) -> Any:
-    if isinstance(values, Placeholder):
-        return Placeholder((len(values), len(layers), *values.shape[2:]), values.dtype)
-    return values[:, np.array(layers, np.int64)]
 
 
 class Transfer(NamedTuple):

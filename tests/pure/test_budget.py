@@ -16,7 +16,7 @@ from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.run.run_folder import RunFolder
+from megatron_eqlen.report.status import is_complete
 from tests.kit import ROOT
 from tests.kit.report_runs import recipe, write_run
 
@@ -68,9 +68,9 @@ def test_the_page_and_the_folder_know_the_end(tmp_path):
         (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         page = write_page(folder).read_text()
         assert ("(ended by gpu_hours)" in page) == ended
-        assert RunFolder(run).ended(run) == ended
+        assert is_complete(run.run_folder, run) == ended
     (folder / "metrics.jsonl").unlink()
-    assert not RunFolder(run).ended(run), "nothing says that it has"
+    assert not is_complete(run.run_folder, run), "nothing says that it has"
 
 
 def test_the_time_left_is_estimated_by_the_nearer_limit():

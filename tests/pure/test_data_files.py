@@ -126,6 +126,8 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("answers", "golds"), [
     ([Decimal("70.00"), Decimal("0.50")], ["70", "0.5"]), ([70, 5], ["70", "5"]),
+    ([Decimal("12345678901234567890123456789012345678"), Decimal("7E+2")],
+     ["12345678901234567890123456789012345678", "700"]),
     ([70.0, 0.5], ["70", "0.5"]), ([7.0, None], ["7"]), ([True, False], []),
 ])  # fmt: skip
 def test_answers_written_as_numbers_are_read_and_others_counted(tmp_path, answers, golds):

@@ -161,6 +161,16 @@ def test_chats_are_kept(tmp_path):
     assert [row.gold for row in PreparedRows(file).without_golds()] == ["", ""]
 
 
+def test_turns_that_a_prepared_file_cannot_hold_are_refused(tmp_path):
+    chat = (
+        {"role": "user", "content": "b", "tool_calls": [{}]},
+        {"role": "tool", "content": "5", "name": "add"},
+    )
+    with pytest.raises(ValueError, match="r#1: a prepared file keeps no name, tool_calls of turns"):
+        write_prepared(tmp_path / "new.parquet", [Problem("r#1", "b", "1", messages=chat)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_prompt_length_is_measured(raw, grader, tmp_path):
     source = SourceRecipe(name="s", path=str(raw))
     manifest = prepare(source, tmp_path / "out.parquet", grader, Words(), max_prompt_length=4)

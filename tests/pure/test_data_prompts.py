@@ -189,6 +189,54 @@ def test_a_chat_is_the_prompt_as_it_stands_and_its_last_reply_the_answer(tokeniz
     assert counted(prompts) == (2, {"bad_messages": 2, "missing_column": 1})
 
 
+GSM8K = ' Let\'s think step by step and output the final answer after "####".'
+
+
+@pytest.mark.parametrize("wrapped", ["dapo", "gsm8k"])
+def test_an_instruction_for_another_grader_goes_out_of_a_chat_whose_other_turns_stay(
+    tokenizer, tmp_path, wrapped
+):
+    asked = DAPO if wrapped == "dapo" else "2 + 3?" + GSM8K
+    rows = [
+        {"prompt": [*CHAT, {"role": "user", "content": asked}], "answer": 5},
+        {"prompt": asked, "answer": 5},
+    ]
+    source = rows_in(tmp_path, rows, keep_duplicates=True)
+    chat, text = PromptSource(recipe(source, shuffle=False), tokenizer, seed=0).next(2)
+    said = tokenizer.decode(chat.token_ids)
+    assert said.startswith(
+        "<|im_start|>system\nBe brief.\n<|im_start|>user\n2 + 3?\n<|im_start|>assistant\n5\n"
+    )
+    for prompt in (said, tokenizer.decode(text.token_ids)):
+        assert "\\boxed" in prompt
+        assert "Answer:" not in prompt
+        assert "####" not in prompt
+
+
+def test_a_part_of_a_turn_that_is_no_text_is_no_text(tmp_path):
+    parts = [{"type": "text", "text": "What is shown?"}, {"type": "image", "text": None}]
+    for other in (parts[1], {"type": "image", "text": ""}, {"type": "image_url"}, "text"):
+        tally = Tally()
+        rows = [
+            {"messages": [{"role": "user", "content": [parts[0], *more]}], "answer": 5}
+            for more in ([], [other])
+        ]
+        (read,) = open_source(rows_in(tmp_path, rows), tally)
+        assert (read.question, tally.dropped) == ("What is shown?", {"bad_messages": 1})
+
+
+def test_in_parquet_a_call_has_its_own_arguments_alone(tmp_path):
+    calls = [
+        {"function": {"name": name, "arguments": own}}
+        for name, own in (("add", {"x": 2}), ("at", {"city": "Rome"}))
+    ]
+    chats = [[USER[0], {"role": "assistant", "content": "", "tool_calls": [call]}, USER[0]] for call in calls]
+    rows = [{"messages": chat, "answer": 5} for chat in chats]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    kept = open_source(source(tmp_path / "train.parquet", keep_duplicates=True), Tally())
+    assert [row.messages[1]["tool_calls"] for row in kept] == [[call] for call in calls]
+
+
 CALLS = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for call in m.tool_calls or [] %}"
     "{% set f = call.function %}[{{ f.name }} ARGUMENTS]{% endfor %}{{ '\\n' }}{% endfor %}"
@@ -289,6 +337,13 @@ LAYOUTS = {
     "roles of other makers": (
         {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "model", "content": "5"}]}, "CHAT",
         "question from messages (a chat, as it stands)"),
+    "written as text with spaces": ({"question": json.dumps(USER, indent=2), "answer": "5"}, "CHAT",
+                                    "question from question (a chat, as it stands), answer from answer"),
+    "a column with a dot in its name, beside one without an answer": (
+        {"prompt": "2 + 3?", "answer": "", "reward_model.ground_truth": "5"}, "TEXT",
+        "question from prompt, answer from reward_model.ground_truth"),
+    "a request beside its input": ({"prompt": "2 + 3?", "input": "2 + 3?", "answer": "5"}, "TEXT",
+                                   "question from prompt, answer from answer; not shown to the model: input"),
     "names with spaces and the mark of a CSV": (
         {"\ufeffQuestion": "2 + 3?", " answer ": "5"}, "TEXT",
         "question from \ufeffQuestion, answer from  answer "),
@@ -491,6 +546,11 @@ def test_files_of_several_splits_are_refused_and_hidden_and_other_files_are_not_
     with pytest.raises(ValueError, match=r"expected files of one split, found test, train: name it, split: "):
         open_source(source(tmp_path), Tally())
     assert [row.question for row in open_source(source(tmp_path, split="test"), Tally())] == ["test/a.jsonl"]
+    for name in ("Train.jsonl", "Test.jsonl"):
+        (tmp_path / "capitals").mkdir(exist_ok=True)
+        (tmp_path / "capitals" / name).write_text(json.dumps({"question": name, "answer": 1}))
+    with pytest.raises(ValueError, match=r"expected files of one split, found test, train: "):
+        open_source(source(tmp_path / "capitals"), Tally())
     pq.write_table(pa.table({"question": ["another"], "answer": ["1"]}), tmp_path / "train/b.parquet")
     (tmp_path / "train/c.csv").write_text("question,answer")
     (tmp_path / "train/d.jsonl").symlink_to("nowhere")
@@ -619,8 +679,13 @@ def test_a_list_of_questions_is_no_list_of_records(tmp_path):
         ValueError, match=r"mine.jsonl: line 1: expected text or a JSON string: found a record"
     ):
         list(read_questions(tmp_path / "mine.jsonl"))
-    (tmp_path / "mine.txt").write_text("{1, 2}: how many subsets?\n")
-    assert [*read_questions(tmp_path / "mine.txt")] == ["{1, 2}: how many subsets?"]
+    for text in ('["What is 4 + 4?", "x"]', '{ "question": "What is 4 + 4?"}', '[{"question": "a"}]'):
+        (tmp_path / "mine.json").write_text(text)
+        with pytest.raises(ValueError, match=r"mine.json: line 1: .* found a record or a list"):
+            list(read_questions(tmp_path / "mine.json"))
+    (tmp_path / "mine.txt").write_text('\ufeff"What is\\n5?"\r\n{1, 2}: how many subsets?\n[1, 2] is what?\n')
+    expected = ["What is\n5?", "{1, 2}: how many subsets?", "[1, 2] is what?"]
+    assert [*read_questions(tmp_path / "mine.txt")] == expected
 
 
 def test_rows_left_out_are_totalled_when_read_and_after_the_first_epoch(tokenizer, tmp_path, caplog):

@@ -305,10 +305,14 @@ def test_a_benchmark_that_fails_costs_no_other_and_no_weights_of_before_are_inve
     assert rollouts.measured == ["first", "second"]
     assert [result.benchmark for result in read_results(tmp_path / "after.json")] == ["first", "second"]
     assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
-    shutil.copy(tmp_path / "after.json", tmp_path / "step-00000003.json")
+    for name in ("step-00000003.json", "before.json.part"):
+        shutil.copy(tmp_path / "after.json", tmp_path / name)
     evaluations.evaluate("before", rollouts, 3)
     assert rollouts.measured == ["first", "second"], "a run that began without benchmarks has no first result"
     assert not (tmp_path / "before.json").exists()
+    evaluations.evaluate("after", rollouts, 3)
+    assert evaluations.learned() == "", "nothing was measured before training"
+    (tmp_path / "before.json.part").unlink()
     evaluations.evaluate("before", rollouts, 0)
     assert rollouts.measured[2:] == ["first", "second"]
 

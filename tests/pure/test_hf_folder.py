@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import INDEX, SINGLE, HFFolder, check_folder
+from megatron_eqlen.hf.folder import INDEX, SINGLE, FolderWriter, HFFolder, check_folder
 from tests.kit.tiny_models import save_tiny
 
 HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
@@ -45,6 +45,19 @@ def shard(folder, scale: float = 1.0) -> None:
         save_file({name: tensors[name] for name in here}, folder / file, metadata={"format": "pt"})
     weight_map = {name: file for file, here in halves.items() for name in here}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_integers_beside_weights_stay_as_they_are(tiny, tmp_path):
+    weights = load_file(tiny / SINGLE) | {"model.positions": torch.arange(1000)}
+    save_file(weights, tiny / SINGLE, metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    FolderWriter(tmp_path / "out", HFFolder(tiny), torch.bfloat16).finish()
+    written = load_file(tmp_path / "out" / SINGLE)
+    assert {name: tensor.dtype for name, tensor in written.items()} == {
+        n: t.dtype for n, t in weights.items()
+    }
+    assert torch.equal(written["model.positions"], weights["model.positions"])
+    assert (tmp_path / "out/config.json").read_bytes() == (tiny / "config.json").read_bytes()
 
 
 def test_a_folder_saved_twice_is_read_as_transformers_reads_it(tiny, caplog):

@@ -146,6 +146,14 @@ def test_a_problem_without_a_reward_costs_its_own_pair_alone_and_unequal_evaluat
     assert "Unequal evaluations of aime25: they differ in rollout" in tables["notes"]
 
 
+def test_a_run_that_was_measured_otherwise_after_training_is_said(tmp_path):
+    folder = make_run(tmp_path, 0, 12)
+    for name, manifest in (("before", {"temperature": 1.0}), ("after", {"temperature": 0.0})):
+        kept = {"question_ids": result(12).manifest["question_ids"], "rollout": manifest}
+        write_results(folder / f"evaluation/{name}.json", [replace(result(12), manifest=kept)])
+    assert "Unequal evaluations of aime25: they differ in rollout" in tables_of(tmp_path)["notes"]
+
+
 def test_a_step_without_the_metric_is_in_no_mean(tmp_path):
     folder = make_run(tmp_path, 0, 12, steps=20)
     rows = [{"step": n, "time": 0.0, "policy/reward": 0.5} for n in range(1, 21)]

@@ -187,7 +187,6 @@ def _execute(source: bytes, main: types.ModuleType, function: str | None, rules:
         else:
             _report(token, "result", result)
     except SystemExit as end:
-        end.__traceback__ = None  # whose frames hold the program's files
         _finish(main)
         # LiveCodeBench's checker counts any ``sys.exit`` as an end in order.
         if rules == "livecodebench":
