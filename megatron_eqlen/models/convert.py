@@ -77,9 +77,13 @@ def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe
 def megatron_to_hf(
     checkpoint: str | Path, source: str | Path, out: str | Path, parallel: ParallelRecipe = ALONE
 ) -> None:
-    """Convert a checkpoint to a Hugging Face folder like ``source``, its origin. Raises CheckpointError."""
+    """Convert a checkpoint to a Hugging Face folder like ``source``, its origin, whose dtypes it has, unless
+    weights were trained in a wider one. Raises CheckpointError."""
     refuse_existing(Path(out))
-    save_hf(_loaded(checkpoint, source, parallel)[0], source, out)
+    chunks, _ = _loaded(checkpoint, source, parallel)
+    dtype = next(chunks[0].parameters()).dtype
+    stored = {entry.dtype for entry in HFFolder(source).entries.values()}
+    save_hf(chunks, source, out, None if dtype in map(DTYPES.get, stored) else dtype)
 
 
 def megatron_to_peft(
@@ -105,7 +109,8 @@ def verify_hash(
     digest, different = hashlib.sha256(), None
     for name, tensor in export_hf(chunks):
         expected = stored.tensor(name)
-        bits, expected_bits = _bits(tensor.to(expected.dtype)), _bits(expected)
+        wide = torch.promote_types(tensor.dtype, expected.dtype)  # so that a rounded one differs
+        bits, expected_bits = _bits(tensor.to(wide)), _bits(expected.to(wide))
         if not torch.equal(bits, expected_bits):
             different = different or name  # other ranks need this one to the end
         digest.update(name.encode() + bits.numpy().tobytes())

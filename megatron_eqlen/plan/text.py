@@ -21,10 +21,11 @@ def describe(job: Job) -> str:
     """Return the plan as text. Raises LayoutError for a layout that cannot start."""
     job.check_layout()
     recipe, need, work = job.recipe, memory(job), workload(job.recipe)
-    parts = [
-        _layout(recipe), _model(job), _memory(need), _host(need, work),
-        _work(job, work), _rooflines(job, work), _sbatch(job),
-    ]  # fmt: skip
+    parts = [_layout(recipe), _model(job), _memory(need), _host(need, work), _work(job, work)]
+    # none without a GPU, or where no known GPU has the recipe's size
+    if times := [f"roofline    {_roofline(time)}" for time in rooflines(job, work)]:
+        parts += [*times, *(" " * 12 + line for line in ASSUMPTIONS)]
+    parts.append(_sbatch(job))
     return "\n".join(filter(None, parts))
 
 
@@ -90,12 +91,6 @@ def _host(need: Memory, work: Workload) -> str:
         f"step; export {export_bytes(job) / 1e9:.0f} GB"
     )
     return f"host        {sum(parts.values()) / 1e9:.0f} GB a node ({named})\n{disk}"
-
-
-def _rooflines(job: Job, work: Workload) -> str:
-    """Return the times on known GPUs; empty if no GPU is used or no known GPU has the recipe's size."""
-    lines = [f"roofline    {_roofline(time)}" for time in rooflines(job, work)]
-    return "\n".join([*lines, *(" " * 12 + line for line in ASSUMPTIONS)]) if lines else ""
 
 
 def _roofline(time: Roofline) -> str:

@@ -307,6 +307,32 @@ def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted):
         run_ranks(1, with_integers, str(tmp_path / "integers"), str(converted[0]), str(tmp_path / "out"))
 
 
+def verified(checkpoint: str, folder: str, source: str) -> str:
+    """Return the hash, or what differs."""
+    start_alone()
+    try:
+        return verify_hash(checkpoint, folder, source)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_weights_that_were_trained_in_a_wider_dtype_are_not_rounded(tmp_path):
+    save_tiny(tmp_path / "trained", "qwen3")
+    shutil.copytree(tmp_path / "trained", tmp_path / "origin")
+    weights = load_file(tmp_path / "trained/model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(halves, tmp_path / "origin/model.safetensors", metadata={"format": "pt"})
+    run_ranks(1, to_megatron, str(tmp_path / "trained"), str(tmp_path / "megatron"))
+    run_ranks(1, to_hf, str(tmp_path / "megatron"), str(tmp_path / "origin"), str(tmp_path / "out"))
+    written = load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(written[name], tensor), name
+    paths = str(tmp_path / "megatron"), str(tmp_path / "origin")
+    assert "differs from" in run_ranks(1, verified, paths[0], str(tmp_path / "origin"), paths[1])[0]
+    assert len(run_ranks(1, verified, paths[0], str(tmp_path / "out"), paths[1])[0]) == 64
+
+
 def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path, converted):
     save_tiny(tmp_path / "wider", "qwen3", num_hidden_layers=2, intermediate_size=128)
     with pytest.raises(RuntimeError, match=r"linear_fc1.weight: expected shape .*, found"):
@@ -315,16 +341,11 @@ def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_pat
 
 
 def changed_by_one_bit(checkpoint: str, source: str, folder: str) -> str:
-    start_alone()
     copied(Path(source), Path(folder))
     weights = load_file(Path(folder, "model.safetensors"))
     weights["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[0, 0] ^= 1
     save_file(weights, Path(folder, "model.safetensors"))
-    try:
-        verify_hash(checkpoint, folder, source)
-    except CheckpointError as error:
-        return str(error)
-    return "nothing found"
+    return verified(checkpoint, folder, source)
 
 
 def test_verification_finds_one_changed_bit(tmp_path, converted):
