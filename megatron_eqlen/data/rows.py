@@ -149,7 +149,8 @@ def answer_field(record: Any, name: str) -> str:
         return answer_field({name: value[0]}, name)
     # ``1E+2`` is written 100, and all digits stay.
     if isinstance(value, Decimal):
-        return f"{value:f}".rstrip("0").rstrip(".") if "." in f"{value:f}" else f"{value:f}"
+        text = f"{value:f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_field(record, name)
     if isinstance(value, int):

@@ -30,6 +30,7 @@ random.seed = random._inst.seed
 random.seed(0)
 if "numpy" in sys.modules:
     sys.modules["numpy"].random.seed(0)
+# the end of a process would be no cell's answer
 os._exit = sys.exit
 os.getpid = os.getppid = os.getuid = os.geteuid = lambda: 2
 names = {{"__name__": "__main__"}}

@@ -224,8 +224,8 @@ class Evaluation:
     @cached_property
     def gain(self) -> Interval | None:
         """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
-        same = self.first is self.result or not self.result.is_like(self.first)
-        return None if same else compare([self.first], [self.result])
+        comparable = self.first is not self.result and self.result.is_like(self.first)
+        return compare([self.first], [self.result]) if comparable else None
 
 
 def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:

@@ -118,8 +118,8 @@ class FolderWriter:
         self.path, self.source = path, source
         own = {name: DTYPES[entry.dtype] for name, entry in source.entries.items()}
         # integers, of positions for instance, are no weights
-        wider = lambda own: torch.promote_types(own, at_least or own) if own.is_floating_point else own  # noqa: E731
-        self._dtypes = {name: wider(each) for name, each in own.items()}
+        weights = {name: each for name, each in own.items() if each.is_floating_point}
+        self._dtypes = own | {n: torch.promote_types(each, at_least or each) for n, each in weights.items()}
         self._wider = {each for name, each in self._dtypes.items() if each != own[name]}
         self._bytes = 0
         self._missing: dict[str, set[str]] = defaultdict(set)
