@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from megatron_eqlen.data.jsonl import DEMONSTRATION
 from megatron_eqlen.data.prompts import CHARACTERS, PromptMaker, PromptSource, Tools
-from megatron_eqlen.data.rows import BadRow, Problem
+from megatron_eqlen.data.rows import DEMONSTRATION, BadRow, Problem
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
 from megatron_eqlen.hf.turns import left_out
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, Recipe, SourceRecipe

@@ -18,25 +18,11 @@ OVERLAP_WORDS = 13
 _WORD = re.compile(r"\w+")
 
 
-class Exclusion:
-    """A decontamination list: questions that must not be trained on."""
-
-    def __init__(self, questions: Iterable[str]) -> None:
-        self._whole: set[str] = set()
-        self._runs: set[str] = set()
-        for question in questions:
-            self._whole.add(" ".join(_words(question)))
-            self._runs.update(word_runs(question))
-
-    def __contains__(self, question: str) -> bool:
-        # Whole, since a short question has no run of so many words.
-        whole = " ".join(_words(question))
-        return whole in self._whole or any(run in self._runs for run in word_runs(question))
-
-
 def filter_rows(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> Iterator[Problem]:
     """Yield the rows that pass the filters, the first of equal questions; count others in ``tally``."""
-    exclusion = Exclusion(read_questions(Path(source.exclude))) if source.exclude else None
+    excluded = [*read_questions(Path(source.exclude))] if source.exclude else []
+    # Whole, since a short question has no run of so many words.
+    whole, runs = {*map(_bare, excluded)}, {run for question in excluded for run in word_runs(question)}
     bounded = source.min_difficulty is not None or source.max_difficulty is not None
     lowest = -inf if source.min_difficulty is None else source.min_difficulty
     highest = inf if source.max_difficulty is None else source.max_difficulty
@@ -46,7 +32,7 @@ def filter_rows(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> 
             tally.drop(row.row_id, "no_difficulty")
         elif row.difficulty is not None and not lowest <= row.difficulty <= highest:
             tally.drop(row.row_id, "difficulty", f"{row.difficulty:g} is not in {lowest:g}..{highest:g}")
-        elif exclusion is not None and row.question in exclusion:
+        elif excluded and (_bare(row.asked) in whole or not runs.isdisjoint(word_runs(row.question))):
             tally.drop(row.row_id, "excluded")
         # digests: millions of questions fit into memory
         elif (key := _digest(row.question)) in seen and not source.keep_duplicates:
@@ -70,13 +56,13 @@ def read_questions(path: Path) -> Iterator[str]:
             yield question
 
 
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
+def _bare(text: str) -> str:
+    return " ".join(_WORD.findall(text.lower()))
 
 
 def word_runs(text: str) -> Iterator[str]:
     """Yield each ``OVERLAP_WORDS`` consecutive words of a text, without case and signs."""
-    words = _words(text)
+    words = _bare(text).split(" ")
     for start in range(len(words) - OVERLAP_WORDS + 1):
         yield " ".join(words[start : start + OVERLAP_WORDS])
 

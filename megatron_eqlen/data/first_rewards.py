@@ -13,9 +13,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 
-from megatron_eqlen.data.jsonl import DEMONSTRATION
 from megatron_eqlen.data.layouts import final_answer
 from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.data.rows import DEMONSTRATION
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import is_import_path

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_eqlen.data.files import UNREAD, find_files, read_records
 from megatron_eqlen.data.layouts import Layout, chat, final_answer, find_layout, unwrapped, value_at
 from megatron_eqlen.data.rows import (
+    DEMONSTRATION,
     BadRow,
     Problem,
     Tally,
@@ -39,8 +40,6 @@ from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, kind_of, reference
 
 GRADERS = ("math", "code")
-DEMONSTRATION = "demonstration"
-"""Name in place of a grader's: the answer is a whole response, which supervised training imitates."""
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
 """An integer from 0 to 999 in normal form, with or without a unit."""
 
@@ -156,7 +155,8 @@ def _difficulty(fields: dict[str, Any]) -> float | None:
     if isinstance(value, str):
         share = _SHARE.fullmatch(value)
         return int(share[1]) / int(share[2]) if share else None
-    return number_field(fields, "difficulty")
+    # pandas writes NaN where there is none
+    return None if value != value else number_field(fields, "difficulty")
 
 
 def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.files import parse_json
+from megatron_eqlen.data.rows import DEMONSTRATION
 from megatron_eqlen.graders.math.grader import extract_answer
 from megatron_eqlen.hf.tokenizer import Turn
 
@@ -131,6 +132,8 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     # Optional columns have our names, the others known ones; the recipe's ``columns`` overrule both.
     places = {name: (name,) for name in OPTIONAL if name not in columns.values()}
     places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
+    if grader == DEMONSTRATION:  # a chat has the response, which a question beside it lacks (OpenR1-Math)
+        places["question"] = tuple(sorted(places["question"], key=lambda place: not _is_chat(place, sample)))
     places |= {ours: (place,) for ours, place in columns.items()}
     return Layout(file, places, names, _told(places, sample))
 

@@ -28,7 +28,7 @@ def overlaps(
     # normalized questions by benchmark, each with its runs of words
     asked: dict[str, dict[str, set[str]]] = {}
     for benchmark in benchmarks:
-        questions = [row.question for row in islice(read_problems(benchmark, Tally()), benchmark.limit)]
+        questions = [row.asked for row in islice(read_problems(benchmark, Tally()), benchmark.limit)]
         asked[benchmark.name] = {_normalized(each): set(word_runs(each)) for each in questions}
     # all benchmarks at once, so that each source is read once
     texts = set[str]().union(*asked.values())
@@ -39,7 +39,7 @@ def overlaps(
         # golds are not needed, and rows that a reader's sequence makes are not looked at
         read = rows.without_golds() if isinstance(rows, PreparedRows) else rows
         for row in read if asked and (read is not rows or isinstance(rows, list)) else ():
-            held |= texts & {_normalized(row.question)}
+            held |= texts & {_normalized(row.asked)}
             held_runs |= runs.intersection(word_runs(row.question))
         for name, questions in asked.items():
             whole = held & questions.keys()

@@ -19,6 +19,8 @@ from megatron_eqlen.hf.tokenizer import Turn
 
 log = logging.getLogger(__name__)
 
+DEMONSTRATION = "demonstration"
+"""Name in place of a grader's: the answer is a whole response, which supervised training imitates."""
 REMEDIES = dict.fromkeys(("missing_column", "empty_field"), "data.sources[].columns takes other names") | {
     "wrong_type": "data.sources[].columns reaches into records (answer.value), an own data.sources[].grader "
     "takes answers of any type",
@@ -59,6 +61,14 @@ class Problem:
     """True if the gold is known to parse and to equal itself."""
     messages: tuple[Turn, ...] | None = None
     """The prompt's turns, where they are more than the question; the question is then their text."""
+
+    @property
+    def asked(self) -> str:
+        """The question without a chat's system turn."""
+        question = self.question
+        for turn in self.messages or ():
+            question = question.removeprefix(f"system: {turn['content']}\n\n")
+        return question.removeprefix("user: ") if self.messages else question
 
 
 @dataclass

@@ -673,6 +673,31 @@ def test_rows_left_out_are_counted_by_reason(tokenizer, tmp_path):
     prompts.close()
 
 
+def test_a_number_that_pandas_does_not_have_is_no_difficulty(tmp_path):
+    table = pa.table(
+        {"question": ["1 + 1?", "2 + 2?"], "answer": ["2", "4"], "difficulty": [0.5, float("nan")]}
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert [row.difficulty for row in open_source(source(tmp_path / "rows.parquet"), Tally())] == [0.5, None]
+    bounded, tally = source(tmp_path / "rows.parquet", min_difficulty=0.1), Tally()
+    assert len(open_source(bounded, tally)) == 1
+    assert tally.dropped == {"no_difficulty": 1}
+
+
+def test_a_chats_system_turn_hides_no_question_from_exclusion_and_overlap(tmp_path):
+    system = {"role": "system", "content": "Think."}
+    told = 'What is 4 + 4? Let\'s think step by step and output the final answer after "####".'
+    row = {"prompt": [system, {"role": "user", "content": told}], "answer": 8}
+    other = {"prompt": [system, {"role": "user", "content": "What is 5 + 4?"}], "answer": 9}
+    train = rows_in(tmp_path, [row, other], "train.jsonl")
+    test = rows_in(tmp_path, [{"question": "What is 4 + 4?", "answer": 8}], "test.jsonl")
+    (found,) = read_overlaps(recipe(train), [held_out(Path(test.path))])
+    assert "holds 1 of the 1 questions of benchmark b" in found
+    (listed := tmp_path / "exclude.txt").write_text("What is 4 + 4?\n")
+    (kept,) = open_source(train.model_copy(update={"exclude": str(listed)}), Tally())
+    assert kept.asked == "What is 5 + 4?"
+
+
 def test_a_list_of_questions_is_no_list_of_records(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "What is 4 + 4?", "answer": 8}\n')
     with pytest.raises(

@@ -56,6 +56,8 @@ QUESTION_AND_ANSWER = {"question": "Hi.", "answer": "Hello!"}
     QUESTION_AND_ANSWER,
     {"messages": [USER], "answer": "Hello!"},
     {"messages": [USER, REPLY], "answer": "another"},
+    # OpenR1-Math: the bare answer is no response
+    {"problem": "Hi.", "solution": "Say it.", "answer": "another", "messages": [USER, REPLY]},
     {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello!"}]},
 ])  # fmt: skip
 def test_the_response_is_the_chats_own_before_a_column_of_answers(folder, tmp_path, row):
