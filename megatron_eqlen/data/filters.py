@@ -28,14 +28,15 @@ def filter_rows(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> 
     highest = inf if source.max_difficulty is None else source.max_difficulty
     seen: set[bytes] = set()
     for row in rows:
+        # digests: millions of questions fit into memory
+        key = blake2b(row.question.strip().encode(), digest_size=16).digest()
         if bounded and row.difficulty is None:
             tally.drop(row.row_id, "no_difficulty")
         elif row.difficulty is not None and not lowest <= row.difficulty <= highest:
             tally.drop(row.row_id, "difficulty", f"{row.difficulty:g} is not in {lowest:g}..{highest:g}")
         elif excluded and (_bare(row.asked) in whole or not runs.isdisjoint(word_runs(row.question))):
             tally.drop(row.row_id, "excluded")
-        # digests: millions of questions fit into memory
-        elif (key := _digest(row.question)) in seen and not source.keep_duplicates:
+        elif key in seen and not source.keep_duplicates:
             tally.drop(row.row_id, "duplicate")
         else:
             seen.add(key)
@@ -65,7 +66,3 @@ def word_runs(text: str) -> Iterator[str]:
     words = _bare(text).split(" ")
     for start in range(len(words) - OVERLAP_WORDS + 1):
         yield " ".join(words[start : start + OVERLAP_WORDS])
-
-
-def _digest(question: str) -> bytes:
-    return blake2b(question.strip().encode(), digest_size=16).digest()

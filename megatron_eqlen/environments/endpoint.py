@@ -23,7 +23,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from megatron_eqlen.environments.tool_calls import ToolError, tool_calls
+from megatron_eqlen.environments.tool_calls import ToolError, spoken, tool_calls
 from megatron_eqlen.files import shallow_json
 
 log = logging.getLogger(__name__)
@@ -100,15 +100,16 @@ def _plain(message: Any) -> Message:
 def as_message(text: str, turn: int, tools: bool) -> Message:
     """Return a turn's text as an assistant's message: thinking apart, and calls of ``tools``, if any."""
     # ``<think>...</think>``, then what is said and called.
-    thinking, closed, spoken = text.rpartition("</think>")
+    thinking, closed, _ = text.removesuffix(spoken(text)).rpartition("</think>")
+    said = spoken(text) if closed else text
     calls = []
     if tools:
         with contextlib.suppress(ToolError):  # the agent sees the text
             calls = list(tool_calls(text))
     # What is said ends where the first call begins.
     if calls:
-        spoken = spoken.partition("<tool_call>")[0] if "<tool_call>" in spoken else ""
-    message: Message = {"role": "assistant", "content": spoken.strip() or (None if calls else "")}
+        said = said.partition("<tool_call>")[0] if "<tool_call>" in said else ""
+    message: Message = {"role": "assistant", "content": said.strip() or (None if calls else "")}
     if closed:
         message["reasoning_content"] = thinking.removeprefix("<think>").strip()
     if calls:

@@ -21,6 +21,10 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 # ``<|python_tag|>{"name": "f", "parameters": {"x": 1}}``, and nothing else in the turn.
 _LLAMA = re.compile(r"\s*(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)?\s*(\{.*\})\s*", re.DOTALL)
 
+# A thought, perhaps cut off, or a call, in whose arguments ``<think>`` is text.
+_CALL = r"(<tool_call>.*?</tool_call>|\A\s*(?:<\|python_tag\|>)?\s*\{.*)"
+_THOUGHT = re.compile(rf"<think>.*?(?:</think>|$)|{_CALL}", re.DOTALL)
+
 
 class ToolCall(NamedTuple):
     name: str
@@ -40,8 +44,9 @@ def tool_calls(message: str) -> Iterator[ToolCall]:
 
 def spoken(message: str) -> str:
     """Return what stands behind the thinking of a turn, nothing where that never closes."""
-    said = message.rpartition(THINKING[1])[2]
-    return "" if THINKING[0] in said else said
+    opened, closes, _ = message.partition(THINKING[1])  # the prompt may have opened the first thought
+    whole = THINKING[0] * (closes != "" and THINKING[0] not in opened) + message
+    return whole[max((each.end() for each in _THOUGHT.finditer(whole) if not each[1]), default=0) :]
 
 
 def as_text(call: ToolCall) -> str:

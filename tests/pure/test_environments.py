@@ -26,10 +26,11 @@ from tokenizers import Tokenizer as Backend
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.environments import python_tool
 from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.endpoint import as_message
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
-from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool, tool_calls
 from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -625,6 +626,18 @@ def cell(code):
 
 def run_cell(tool, code):
     return tool.step(f"<think>\nlet me see\n</think>\n{cell(code)}").content
+
+
+@pytest.mark.parametrize("code", ["'<think>'", "'<think>a</think>'"])
+def test_thoughts_in_a_calls_arguments_are_text(code):
+    call = {"name": "python", "parameters": {"code": code}}
+    for turn in (cell(code), f"<think>\nso\n</think>\n{cell(code)}", f"so {cell('x')}</think>{cell(code)}"):
+        assert [found.arguments for found in tool_calls(turn)] == [{"code": code}]
+    assert [found.arguments for found in tool_calls(json.dumps(call))] == [{"code": code}]
+    message = as_message(f"<think>\nso\n</think>\nSee: {cell(code)}", 0, True)
+    assert (message["reasoning_content"], message["content"]) == ("so", "See:")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"code": code}
+    assert [*tool_calls(f"<think>\nso\n</think>\n<think>{cell(code)}")] == []
 
 
 def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):

@@ -23,7 +23,7 @@ from tests.kit.processes import are_gone, descendants, within
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = MathGrader(workers=2, timeout=1.5)
+    grader = MathGrader(workers=2, timeout=2.5)
     yield grader
     grader.close()
 
