@@ -1,5 +1,6 @@
 """The math grader: which answers are right, and that no model output can hang or crash it."""
 
+import contextlib
 import json
 import os
 import re
@@ -206,9 +207,12 @@ ADVERSARIAL = {
 
 
 @pytest.mark.slow  # some cost what they may
-def test_no_answer_hangs_or_crashes_the_grader(grader):
+def test_no_answer_hangs_or_crashes_the_grader():
     """Every answer gets a verdict, and the next ordinary answer is graded normally."""
-    grades = grader.grade(list(ADVERSARIAL.values()), ["5"] * len(ADVERSARIAL))
+    with contextlib.closing(MathGrader(workers=2, timeout=1.5)) as impatient:
+        grades = impatient.grade(list(ADVERSARIAL.values()), ["5"] * len(ADVERSARIAL))
+        (after,) = impatient.grade([r"\boxed{\frac{2}{4}}"], [r"\frac{1}{2}"])
+    assert after.verdict == "correct"
     verdicts = dict(zip(ADVERSARIAL, (grade.verdict for grade in grades), strict=True))
     assert verdicts["nested boxes"] in ("correct", "no_answer", "unparseable")  # cut to the last characters
     assert verdicts["unclosed boxes"] == "no_answer"
@@ -217,8 +221,6 @@ def test_no_answer_hangs_or_crashes_the_grader(grader):
     assert all(
         grade.reward == 0.0 for grade, name in zip(grades, ADVERSARIAL, strict=True) if "box" not in name
     )
-    (after,) = grader.grade([r"\boxed{\frac{2}{4}}"], [r"\frac{1}{2}"])
-    assert after.verdict == "correct"
 
 
 def test_unusable_golds_are_told_apart(grader):

@@ -210,7 +210,7 @@ def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
     return Lockstep(random.Random(0), case["end"], **given)
 
 
-@examples(30)
+@examples(20)
 @given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
 def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
     check_killed(case, kills, interval)
@@ -222,7 +222,7 @@ FORKED_AS_IT_ENDED = {
 }  # fmt: skip
 
 
-@examples(60)
+@examples(25)
 @example(FORKED_AS_IT_ENDED, [])
 @given(cases, kills)
 def test_copies_draw_the_same_numbers_again_after_a_kill(case, kills):
@@ -275,7 +275,7 @@ def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
         assert np.array_equal(segment.tokens["versions"][sampled], 3 + places // (version_tokens or 10**9))
 
 
-@examples(25)
+@examples(15)
 @given(cases, st.lists(st.integers(1, 15), min_size=1, max_size=3))
 def test_no_token_that_was_recorded_is_generated_again_and_attempts_count_together(case, lives):
     """Also of a harvest that had ended, but not its step."""
