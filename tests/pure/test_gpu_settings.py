@@ -51,25 +51,28 @@ def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packa
         assert found == {"VLLM_USE_V2_MODEL_RUNNER": str(int(stock))} | compiler
 
 
-@pytest.mark.parametrize(("own", "connections", "printing"), [
-    ({}, "1", "0"),
-    ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TRITON_PRINT_AUTOTUNING": "1"}, "8", "1"),
-])  # fmt: skip
-def test_ranks_have_one_connection_and_a_silent_triton_by_default(own, connections, printing):
+def test_ranks_have_one_connection_and_a_silent_triton_by_default():
     """Under ``eqlen train`` and on SLURM, whose script sets what the launcher sets on one machine."""
     shown = "import os; os.write(1, ' '.join(['rank', *map(os.getenv, {}), '']).encode())"  # at once
     both = ("CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_PRINT_AUTOTUNING")
-    inherited = {name: value for name, value in os.environ.items() if name not in both} | own
+    inherited = {name: value for name, value in os.environ.items() if name not in both}
+    own = dict.fromkeys(both, "8")
     code = f"""
+import os
 from megatron_eqlen.processes.interrupts import Interrupts
 from megatron_eqlen.processes.launch import launch
-launch(2, ["-n1", "-r1", {shown.format(both)!r}], Interrupts(None), "timeit")
+for settings in ({{}}, {own}):
+    os.environ |= settings
+    launch(2, ["-n1", "-r1", {shown.format(both)!r}], Interrupts(None), "timeit")
 """
     launched = _output([sys.executable, "-c", code], inherited)
-    assert launched.count(f"rank {connections} {printing} ") == 2
+    assert [launched.count(f"rank {each} ") for each in ("1 0", "8 8")] == [2, 2]
     lines = (ROOT / "slurm/train.sbatch").read_text().splitlines()
     (line,) = (line for line in lines if "export CUDA_DEVICE_MAX_CONNECTIONS" in line)
-    assert _output(["bash", "-c", f"{line}\nprintenv {both[0]}"], inherited) == f"{connections}\n"
+    for settings, connections in (({}, "1"), (own, "8")):
+        assert (
+            _output(["bash", "-c", f"{line}\nprintenv {both[0]}"], inherited | settings) == f"{connections}\n"
+        )
 
 
 def _output(command: list[str], environ: dict[str, str]) -> str:
