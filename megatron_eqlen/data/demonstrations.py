@@ -9,8 +9,6 @@ once; the text before each turn of the assistant must be the prompt that the mod
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from megatron_eqlen.data.jsonl import DEMONSTRATION
 from megatron_eqlen.data.prompts import CHARACTERS, PromptMaker, PromptSource, Tools
 from megatron_eqlen.data.rows import BadRow, Problem
@@ -74,11 +72,11 @@ class DemonstrationMaker(PromptMaker):
                         "another way once it follows",
                     )
                 starts.append(len(before))
-        token_ids, given = list[int](), list[list[int]]()
+        token_ids, given, bounds = list[int](), list[list[int]](), [0, *starts, len(whole)]
         # A turn of the assistant, and what is given up to the next:
         # ``4<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n``.
-        for answer, (start, end) in enumerate(pairwise([*starts, len(whole)])):
-            ids = tokenizer.encode(whole[start:end])
+        for answer, (before, start, end) in enumerate(zip(bounds, starts, bounds[2:], strict=False)):
+            ids = tokenizer.encode(whole[start:end], after=whole[before:start])
             ends = [place for place, token in enumerate(ids) if token in tokenizer.eos_token_ids]
             if not ends:
                 raise BadRow(
