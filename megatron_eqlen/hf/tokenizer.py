@@ -295,14 +295,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _from_transformers(folder: Path) -> Any:
     """Return Transformers' tokenizer. Raises ValueError, which names the file, for damaged files."""
-    from transformers import AutoTokenizer  # slow to import; grader workers never need it
+    # slow to import; grader workers never need it
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # Damaged files are named here; Transformers would not say which it is.
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         _read_json(folder / name)
     try:
         with expecting("the files of a tokenizer", folder):
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            # Of tokenizer.json AutoTokenizer takes vocabulary and merges alone for some classes: DeepSeek's
+            # distilled Llama, whose class is LlamaTokenizerFast, would lose its spaces.
+            kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+            return kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         if type(error) is not Exception:  # which the tokenizers library raises for its file
             raise
