@@ -101,11 +101,11 @@ class HFFolder:
                     # Two files must not both hold a tensor: which one counts would be chance.
                     if (known := entries.setdefault(single, entry)) is not entry:
                         raise CheckpointError(f"{self.path / file}: {single} is in {known.file} already")
+        # Fused experts stand under the name of their tensor, too.
+        files = {name: each.file for single, each in entries.items() for name in (single, each.stored)}
         for name, file in self.index["weight_map"].items() if self.index else ():
-            for single in _single_names(name):
-                if single not in entries or entries[single].file != file:
-                    lacks = f"{name} is missing, though {INDEX} places it there"
-                    raise CheckpointError(f"{self.path / file}: {lacks}")
+            if files.get(name) != file:
+                raise CheckpointError(f"{self.path / file}: {name} is missing, though {INDEX} has it there")
         return entries
 
 
@@ -224,14 +224,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(f"{file}: {name!a}: expected the name of a file beside it, found {shard!a}")
     return index
-
-
-def _single_names(name: str) -> list[str]:
-    """Return the tensor's own name, or the name of the first expert if experts are fused."""
-    match = FUSED_EXPERTS.fullmatch(name)
-    if match is None:
-        return [name]
-    return [f"{match[1]}.0.{projection}.weight" for projection in _projections(match[2])]
 
 
 def _projections(fused: str) -> list[str]:

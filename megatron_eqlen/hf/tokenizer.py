@@ -122,7 +122,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Upper bound of the token ids (added tokens included; the embedding may be larger)."""
-        return len(self.backend)
+        return max(self.backend.get_vocab().values()) + 1  # ids may have gaps
 
     @cached_property
     def longest(self) -> int:
