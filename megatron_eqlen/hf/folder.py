@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json, write_json
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.hf.families import HEAD, embedding, weight_map
+from megatron_eqlen.hf.hub import TEMPLATES
 from megatron_eqlen.hf.weight_map import Weight
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,9 @@ class FolderWriter:
             index = {**self.source.index, "weight_map": weight_map, **size}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self.path / INDEX).write_text(text, encoding="utf-8")
-        # configuration, tokenizer, generation settings, chat template
+        # configuration, tokenizer, generation settings, chat templates
+        if (templates := self.source.path / TEMPLATES).is_dir():
+            shutil.copytree(templates, self.path / TEMPLATES)
         for file in filter(Path.is_file, self.source.path.iterdir()):
             if not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
                 shutil.copy2(file, self.path / file.name)
