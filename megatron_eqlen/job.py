@@ -79,9 +79,14 @@ class Job:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """Raises ValueError for tokens without an embedding: tensor parallelism would read zeros."""
         from megatron_eqlen.hf.tokenizer import load_tokenizer
 
-        return load_tokenizer(self.folder)
+        tokenizer, size = load_tokenizer(self.folder), self.model.vocab_size
+        if tokenizer.vocab_size > size:
+            found = f"{tokenizer.vocab_size} (resize_token_embeddings of Transformers makes room)"
+            raise ValueError(f"{self.folder}: expected at most vocab_size {size} tokens, found {found}")
+        return tokenizer
 
     @cached_property
     def teacher(self) -> Job | None:

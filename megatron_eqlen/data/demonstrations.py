@@ -9,8 +9,6 @@ once; the text before each turn of the assistant must be the prompt that the mod
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from megatron_eqlen.data.prompts import CHARACTERS, PromptMaker, PromptSource, Tools
 from megatron_eqlen.data.rows import DEMONSTRATION, BadRow, Problem
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
@@ -67,24 +65,18 @@ class DemonstrationMaker(PromptMaker):
             if turn["role"] == "assistant":
                 before = tokenizer.render_chat(turns[:number], thinking)
                 if not whole.startswith(before):
-                    raise BadRow(
-                        "changed_turns",
-                        f"the chat template of {tokenizer.folder} writes the turns before turn {number} in "
-                        "another way once it follows",
-                    )
+                    changes = f"writes the turns before turn {number} in another way once it follows"
+                    raise BadRow("changed_turns", f"the chat template of {tokenizer.folder} {changes}")
                 starts.append(len(before))
-        token_ids, given = list[int](), list[list[int]]()
+        token_ids, given, bounds = list[int](), list[list[int]](), [0, *starts, len(whole)]
         # A turn of the assistant, and what is given up to the next:
         # ``4<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n``.
-        for answer, (start, end) in enumerate(pairwise([*starts, len(whole)])):
-            ids = tokenizer.encode(whole[start:end])
+        for answer, (before, start, end) in enumerate(zip(bounds, starts, bounds[2:], strict=False)):
+            ids = tokenizer.encode(whole[start:end], after=whole[before:start])
             ends = [place for place, token in enumerate(ids) if token in tokenizer.eos_token_ids]
             if not ends:
-                raise BadRow(
-                    "changed_turns",
-                    f"expected a chat template that ends the assistant's turn with an end of sequence "
-                    f"({sorted(tokenizer.eos_token_ids)}), found {ids[-2:]} at the end",
-                )
+                end = f"the assistant's turn with an end of sequence ({sorted(tokenizer.eos_token_ids)})"
+                raise BadRow("changed_turns", f"expected a chat template that ends {end}, found {ids[-2:]}")
             trained = ends[0] + 1
             # Nothing after the last trained token is needed.
             token_ids += ids if end < len(whole) else ids[:trained]

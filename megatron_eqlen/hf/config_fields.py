@@ -135,6 +135,7 @@ ONLY_SUPPORTED: dict[str, Any] = {
     "output_gate_type": "swish",
     "dual_chunk_attention_config": None,
     "pretraining_tp": 1,
+    "is_causal": True,
 }
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json, write_json
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.hf.families import HEAD, embedding, weight_map
+from megatron_eqlen.hf.hub import TEMPLATES
 from megatron_eqlen.hf.weight_map import Weight
 
 logger = logging.getLogger(__name__)
@@ -101,11 +102,11 @@ class HFFolder:
                     # Two files must not both hold a tensor: which one counts would be chance.
                     if (known := entries.setdefault(single, entry)) is not entry:
                         raise CheckpointError(f"{self.path / file}: {single} is in {known.file} already")
+        # Fused experts stand under the name of their tensor, too.
+        files = {name: each.file for single, each in entries.items() for name in (single, each.stored)}
         for name, file in self.index["weight_map"].items() if self.index else ():
-            for single in _single_names(name):
-                if single not in entries or entries[single].file != file:
-                    lacks = f"{name} is missing, though {INDEX} places it there"
-                    raise CheckpointError(f"{self.path / file}: {lacks}")
+            if files.get(name) != file:
+                raise CheckpointError(f"{self.path / file}: {name} is missing, though {INDEX} has it there")
         return entries
 
 
@@ -152,7 +153,9 @@ class FolderWriter:
             index = {**self.source.index, "weight_map": weight_map, **size}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self.path / INDEX).write_text(text, encoding="utf-8")
-        # configuration, tokenizer, generation settings, chat template
+        # configuration, tokenizer, generation settings, chat templates
+        if (templates := self.source.path / TEMPLATES).is_dir():
+            shutil.copytree(templates, self.path / TEMPLATES)
         for file in filter(Path.is_file, self.source.path.iterdir()):
             if not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
                 shutil.copy2(file, self.path / file.name)
@@ -224,14 +227,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(f"{file}: {name!a}: expected the name of a file beside it, found {shard!a}")
     return index
-
-
-def _single_names(name: str) -> list[str]:
-    """Return the tensor's own name, or the name of the first expert if experts are fused."""
-    match = FUSED_EXPERTS.fullmatch(name)
-    if match is None:
-        return [name]
-    return [f"{match[1]}.0.{projection}.weight" for projection in _projections(match[2])]
 
 
 def _projections(fused: str) -> list[str]:

@@ -25,6 +25,8 @@ LOCAL_FOLDERS = ("data", "models", "runs", "recipes")
 FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*")
 """Files of a model's top folder that training and export read."""
+TEMPLATES = "additional_chat_templates"
+"""Folder in it of chat templates by name (``tool_use``) beside the default one."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -125,7 +127,7 @@ def is_name(path: str) -> bool:
 
 def model_files(names: Sequence[str]) -> list[str]:
     """Return the files that training reads. Raises ValueError without config.json or safetensors."""
-    top = [name for name in names if "/" not in name]
+    top = [name for name in names if name.rpartition("/")[0] in ("", TEMPLATES)]
     chosen = [name for name in top if any(fnmatch.fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
     if "config.json" not in chosen or not any(name.endswith(".safetensors") for name in chosen):
         raise ValueError(f"expected config.json and *.safetensors, found {', '.join(names) or 'nothing'}")

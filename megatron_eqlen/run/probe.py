@@ -213,7 +213,9 @@ class Target:
         if (text := self.asked.force) is None:
             return []
         Marker.of(text, self.job.tokenizer, "--force")
-        forced, most = self.job.tokenizer.encode(text), self.job.recipe.rollout.max_response_length
+        # It stands within a response, and begins with no space that a tokenizer puts before a text.
+        forced = self.job.tokenizer.encode(text, after="\n")
+        most = self.job.recipe.rollout.max_response_length
         if not 0 < len(forced) < most:
             raise ValueError(f"--force {text!r}: expected 1 to {most - 1} tokens, found {len(forced)}")
         return forced

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import sentencepiece
+from tokenizers import normalizers
+from transformers import AutoTokenizer
 
 from tools.tokenizer_maker import ROLES, SPECIAL_TOKENS, THINK_TOKENS, write_companions
 
@@ -31,3 +34,17 @@ def write_sentencepiece_tokenizer(
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     write_companions(folder, pieces.piece_to_id)
+
+
+def write_llama_tokenizer(folder: Path, corpus: Iterable[str], old: bool = False) -> None:
+    """Write a tokenizer that begins a text with a space, as Llama 2's; ``old``: also the text behind each
+    special token, by the tokenizer.json of the published files."""
+    write_sentencepiece_tokenizer(folder, corpus, add_dummy_prefix=True)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
+    if old:
+        backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+        backend.pre_tokenizer = None
+        spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        backend.normalizer = normalizers.Sequence(spaces)
+        backend.save(str(folder / "tokenizer.json"))

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from megatron_eqlen.check import CHECKS, check, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
@@ -313,7 +314,7 @@ def test_dockers_shared_memory_is_refused_and_space_counts_what_is_written(large
 def trained(tmp_path, large) -> Callable[..., Place]:
     """Return a function that makes a place with overrides, for a model and five questions that are here."""
     model, path = tmp_path / "model", tmp_path / "rows.jsonl"
-    save_tiny(model, "qwen3", num_hidden_layers=1, eos_token_id=1)
+    save_tiny(model, "qwen3", num_hidden_layers=1, eos_token_id=1, vocab_size=384)
     write_hf_tokenizer(model, ["What is 1 + 1?"] * 8)
     path.write_text("".join(f'{{"question": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(10, 15)))
     rows = f"data.sources=[{{name: rows, reader: jsonl, path: {path}}}]"
@@ -351,6 +352,16 @@ def test_a_tokenizer_without_a_chat_template_is_found(trained, tmp_path):
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=f"^{tmp_path / 'model'}: expected a chat template"):
         software.prompts(trained())
+
+
+def test_a_tokenizer_with_tokens_that_have_no_embedding_is_found(trained, tmp_path):
+    """Tensor parallelism would train on such a token in silence."""
+    size = max(Tokenizer.from_file(str(tmp_path / "model/tokenizer.json")).get_vocab().values())
+    save_tiny(tmp_path / "model", "qwen3", num_hidden_layers=1, eos_token_id=1, vocab_size=size)
+    with pytest.raises(
+        ValueError, match=f"model: expected at most vocab_size {size} tokens, found {size + 1}"
+    ):
+        software.inputs(trained())
 
 
 def test_missing_tensors_are_found_except_in_short(trained, tmp_path):

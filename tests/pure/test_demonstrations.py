@@ -10,6 +10,7 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import RecipeError
 from tests.kit.demonstrations import CHATS, drawn, messages, supervised, write_rows, write_tokenizer
+from tests.kit.sentencepiece_maker import write_llama_tokenizer
 
 USER, REPLY = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}
 
@@ -34,6 +35,25 @@ def test_the_assistants_turns_are_trained_to_their_end_and_nothing_else(folder, 
         trained = [False] * len(row.token_ids) + row.response.is_generated.tolist()
         assert trained == [bool(flag) for flag in expected["assistant_masks"][: len(ids)]]
         assert sum(expected["assistant_masks"]) == row.response.generated
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_turns_of_a_tokenizer_that_begins_texts_with_a_space_are_those_of_the_whole_chat(tmp_path, old):
+    """Each of the later pieces of a chat begins where a text goes on."""
+    folder = tmp_path / "model"
+    write_llama_tokenizer(folder, [content for chat in CHATS for _, content in chat] * 4, old)
+    said = "m.content + '<|im_end|>' if m.role == 'assistant' else '[I]' + m.content + '[/I]'"
+    template = "{% for m in messages %}{{ " + said + " }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    chat = messages([*CHATS[1][:2], ("assistant", " Hello!"), *CHATS[1][3:]])
+    write_rows(tmp_path / "rows.jsonl", [{"messages": chat}])
+    (row,) = drawn(supervised(folder, tmp_path / "rows.jsonl"), 1)
+    tokenizer = load_tokenizer(folder)
+    assert row.token_ids == tokenizer.encode(tokenizer.render_chat(chat[:2]))
+    whole = tokenizer.backend.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert [*row.token_ids, *row.response.token_ids.tolist()] == whole
+    trained = row.response.token_ids[row.response.is_generated]
+    assert tokenizer.backend.decode(trained) == "Hello!<|im_end|>2<|im_end|>"
 
 
 def test_a_turn_ends_where_the_generation_config_says_and_never_within_its_text(folder, tmp_path):

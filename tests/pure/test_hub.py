@@ -134,7 +134,8 @@ def test_a_model_without_its_configuration_or_weights_is_refused(missing):
     names = [name for name in MODEL if name != missing]
     with pytest.raises(ValueError, match=rf"^expected config\.json and \*\.safetensors, found {names[0]}, "):
         model_files(names)
-    assert model_files([*MODEL]) == ["config.json", "model.safetensors"]
+    named = "additional_chat_templates/tool_use.jinja"
+    assert model_files([*MODEL, "onnx/config.json", named]) == ["config.json", "model.safetensors", named]
 
 
 def test_without_network_and_cache_the_command_to_run_is_named(hub, monkeypatch, tmp_path):

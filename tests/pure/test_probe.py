@@ -16,6 +16,7 @@ import pytest
 from megatron_eqlen.evaluation.statistics import change_of_mean
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job, parse
 from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.record import recorder as recorder_module
@@ -31,6 +32,7 @@ from megatron_eqlen.sampling.probe import FORCED, PROBE, ProbeSampling
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Rollout, rollout_key, tokens_along
 from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
+from tests.kit.sentencepiece_maker import write_llama_tokenizer
 from tests.pure.test_forks import recipe
 
 SAMPLINGS = {
@@ -199,7 +201,9 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
         for n, path in enumerate(paths[number] for number in drawn)
     ]
     rollout = Rollout(QUESTION, 0, "independent", 0, parts)
-    letters = SimpleNamespace(decode=lambda ids: "".join("em>"[n] for n in ids), encode=lambda text: [2])
+    letters = SimpleNamespace(
+        decode=lambda ids: "".join("em>"[n] for n in ids), encode=lambda text, after="": [2]
+    )
     job = SimpleNamespace(recipe=settings, tokenizer=letters)
     target = Target(job, Asked(Path(), 1, "every:1", 2, 10**6, force=">"))
     vars(target)["rollouts"] = [rollout]
@@ -395,6 +399,14 @@ def test_sentences_end_with_a_mark_before_a_space_or_a_wide_mark(text, ends, wid
     assert [text[cut - len(end) : cut] for cut, end in zip(cuts, ends, strict=True)] == ends
 
 
+def test_forced_text_goes_on_also_where_a_tokenizer_begins_texts_with_a_space(tmp_path):
+    write_llama_tokenizer(tmp_path, ["so it is \\boxed{7}"] * 9)
+    tokenizer = load_tokenizer(tmp_path)
+    job = SimpleNamespace(tokenizer=tokenizer, recipe=recipe(limit=20))
+    target = Target(job, Asked(Path(), 1, "every:1", force="\\boxed{"))
+    assert tokenizer.decode([*tokenizer.encode("it is: "), *target.forced]) == "it is: \\boxed{"
+
+
 @pytest.mark.parametrize(("at", "force", "lengths"), [
     ("sentences", None, [3, 9]), ("forks", None, [3]), ("every:3", None, [3, 6, 9, 12]),
     ("9,4,99,3", None, [3, 4, 9]), ("every:1", "am", [*range(1, 8), 9, 10, 11]), ("every:4", "No!", [4, 8]),
@@ -411,7 +423,7 @@ def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_envi
     parts += [Part(tail, "stop", Grade(1.0, ""), number=n, parent=0) for n in (1, 2)]
     rollout = Rollout(QUESTION, 0, "tree", 0, parts)
     tokenizer = SimpleNamespace(
-        decode=lambda ids: "".join(map(chr, ids)), encode=lambda text: [ord(letter) for letter in text]
+        decode=lambda ids: "".join(map(chr, ids)), encode=lambda text, after="": [*map(ord, text)]
     )
     settings = recipe(limit=20 if force and "think" in force else 14)
     target = Target(SimpleNamespace(tokenizer=tokenizer, recipe=settings), Asked(Path(), 1, at, force=force))

@@ -9,12 +9,14 @@ import unicodedata
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 
 from megatron_eqlen.environments.tool_calls import tool_calls
-from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
+from megatron_eqlen.hf.tokenizer import BREAK, load_tokenizer, require_same
 from tests.kit import ROOT, demonstrations
 from tests.kit.marks import examples
 from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
+from tests.kit.tiny_models import tiny_config
 from tools.make_search import make_rows, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -70,6 +72,23 @@ def test_a_sentencepiece_model_that_would_be_converted_to_another_is_refused(row
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.pieces_of(tokenizer.encode("What"))[0].startswith("▁")
+    text = f"Name <{BREAK}|im_end|>, {BREAK}which ends"
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace(BREAK, ""), "no space where text goes on"
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_tokenizer_json_is_read_whole_whatever_class_stands_beside_it(kind, rows, tmp_path):
+    """``LlamaTokenizerFast`` stands beside that of DeepSeek's distilled Llama, whose BPE is of bytes."""
+    write_hf_tokenizer(tmp_path, [row["question"] for row in rows])
+    tiny_config("llama").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": kind}))
+    stored = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    text = "What is 12 + 30?\n\n  A  e\u0301 "
+    expected = Backend.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    assert load_tokenizer(tmp_path).encode(text) == expected
+    assert load_tokenizer(tmp_path).decode(expected) == text
 
 
 @examples(30)

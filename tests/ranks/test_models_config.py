@@ -132,6 +132,7 @@ REFUSED = {
     "model_type": ("mistral", "qwen3"),
     "mlp_bias": (True, "llama"),
     "use_mrope": (True, "qwen2"),
+    "is_causal": (False, "qwen3"),
     "num_attention_heads": ("many", "qwen3"),
     "num_hidden_layers": (0, "qwen3"),
     "partial_rotary_factor": (0.5, "qwen3"),

@@ -98,17 +98,20 @@ def published(tmp_path):
         "weight_map": {name: file for file, here in shards.items() for name in here},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    texts = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+    (folder / "additional_chat_templates").mkdir()
+    for file in (*texts, "additional_chat_templates/tool_use.jinja"):
         (folder / file).write_text(f"contents of {file}")
     return folder
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def test_a_published_folder_comes_back_file_by_file(tmp_path, published):
-    """This covers shards, index, dtypes, tokenizer, generation settings, chat template and the untrained MTP
+    """This covers shards, index, dtypes, tokenizer, generation settings, chat templates and the untrained MTP
     layer."""
     out = tmp_path / "out"
     layout = {"tensor": 2, "expert": 2}
