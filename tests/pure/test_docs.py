@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -176,6 +177,12 @@ def test_comments_name_files_that_are_there_and_pages_in_place_of_folders():
         and (not (ROOT / path.rstrip(".")).exists() or re.match(r"megatron_eqlen/\w+/README", path))
     }
     assert named == set()
+
+
+def test_tools_can_be_called_as_the_pages_do():
+    scripts = [name for name in git_files("tools") if (ROOT / name).read_bytes().startswith(b"#!")]
+    assert len(scripts) > 10
+    assert [name for name in scripts if not os.access(ROOT / name, os.X_OK)] == []
 
 
 def test_a_run_from_another_begins_at_a_checkpoint_that_the_quickstart_keeps():
