@@ -61,9 +61,6 @@ class Group:
         every = [(run.recipe.seed, run.before if self.method == BASE else run.after) for run in self.runs]
         return {seed: results[benchmark] for seed, results in every if benchmark in results}
 
-    def results(self, benchmark: str) -> list[EvaluationResult]:
-        return [*self.by_seed(benchmark).values()]
-
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
     """Return the run folders among and below ``folders``. Raises ValueError for one that has none."""
