@@ -175,10 +175,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
             found = f"other files than the run wrote: {wrong}" if wrong else "none: the run has not ended"
             raise ValueError(f"{model}: expected the run's model, found {found}; name a model by --model")
         recipe /= RECIPE
-    if out is None:
-        raise ValueError("--out: expected a result file (a run folder has a default)")
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
     job = Job(pinned(load(recipe, overrides)))
+    if out is None:
+        raise ValueError("--out: expected a result file (a run folder has a default)")
     refuse_existing(out)
     refuse_unwritable(out.parent)
 
