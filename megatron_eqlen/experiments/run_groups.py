@@ -26,7 +26,7 @@ from megatron_eqlen.report.metrics import Columns
 AFTER = Path("evaluation/after.json")
 NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
-    "profile", "rollout.servers",
+    "profile", "rollout.servers", "inputs_from",
 )  # fmt: skip
 """Keys in which runs of one method may differ: where they ran and what they recorded. Models are columns."""
 

@@ -204,6 +204,7 @@ def test_a_method_that_is_named_by_lines_of_text_keeps_its_row(tmp_path, capsys)
 def test_a_default_written_out_is_no_difference(tmp_path):
     make_run(tmp_path / "a", 0, 11)
     changes = {"loss": {"clip_ratio_low": 0.2}, "cluster": {"nodes": 2}, "profile": {"steps": [1]}}
+    changes["inputs_from"] = "tools/quickstart"
     make_run(tmp_path / "b", 1, 11, **changes)
     assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == ["base", "eqlen-grpo"]
 
