@@ -100,6 +100,7 @@ MISTAKES = [
     (BENCHMARK + "evaluation.temperature=0", "samples: 32: with temperature: 0 (greedy) all responses to a"),
     (BENCHMARK + "evaluation.benchmarks.0.temperature=0 evaluation.benchmarks.0.top_k=5", "top_k: 5 has no"),
     (BENCHMARK.replace("]", ", {name: b, path: y}]"), "evaluation.benchmarks: b is the name of 2, whose"),
+    ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "data.sources: a is the name of 2, whose"),
     (BENCHMARK + "rollout.keep_sampling_mask=true evaluation.top_k=0", "to 255, also in evaluations"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
     ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
