@@ -104,6 +104,11 @@ def step_folders(parent: Path) -> list[tuple[int, Path]]:
     return sorted((number, parent / name) for number, name in named if number is not None)
 
 
+def streams_of(run: Path) -> Path:
+    """Return the folder of the steps that a run or ``eqlen harvest`` has recorded."""
+    return run / "streams" if (run / "streams").is_dir() else run
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, atomically."""
     with replaced(path) as partial:

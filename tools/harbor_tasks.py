@@ -236,8 +236,12 @@ def main() -> None:
         "variables": dict(text.split("=", 1) for text in args.variable),
     }
     rows, reasons, solved = list[dict[str, str]](), Counter[str](), 0
-    for file in sorted(args.tasks.rglob("task.toml")):
-        name = str(file.parent.relative_to(args.tasks))
+    tasks = args.tasks.resolve()
+    if not (files := sorted(tasks.rglob("task.toml"))):
+        raise ValueError(f"{args.tasks}: expected tasks, folders with a task.toml, found none")
+    for file in files:
+        # A task given alone has its folder's name, and no other's place in OUT.
+        name = str(file.parent.relative_to(tasks)) if file.parent != tasks else tasks.name
         try:
             rewards = make(file.parent, args.out / name, args.given, dict(options))
             print(f"{name}: runs; {rewards}", flush=True)

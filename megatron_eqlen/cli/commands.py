@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eqlen.engines.server.gate import authorization
-from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name
+from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name, streams_of
 from megatron_eqlen.job import Job, answering, load
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.processes.collector import importing
@@ -175,10 +175,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
             found = f"other files than the run wrote: {wrong}" if wrong else "none: the run has not ended"
             raise ValueError(f"{model}: expected the run's model, found {found}; name a model by --model")
         recipe /= RECIPE
-    if out is None:
-        raise ValueError("--out: expected a result file (a run folder has a default)")
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
     job = Job(pinned(load(recipe, overrides)))
+    if out is None:
+        raise ValueError("--out: expected a result file (a run folder has a default)")
     refuse_existing(out)
     refuse_unwritable(out.parent)
 
@@ -228,15 +228,13 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    if arguments.step is not None:
-        from megatron_eqlen.report.page import write_step_page
-
-        print(write_step_page(arguments.run, *arguments.step))
-        return 0
     from megatron_eqlen.recipe.load import load_run
-    from megatron_eqlen.report.page import write_page
+    from megatron_eqlen.report.page import write_page, write_step_page
     from megatron_eqlen.report.recorded import recorded_advice
 
+    if arguments.step is not None:
+        print(write_step_page(arguments.run, *arguments.step))
+        return 0
     print(write_page(arguments.run))
     _, advice = recorded_advice(arguments.run, load_run(arguments.run))
     if advice:
@@ -277,9 +275,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         path.stat()  # raises FileNotFoundError
     from megatron_eqlen.report.text import print_rollouts, recipe_of
 
-    # A run folder stands for its streams.
-    inner = arguments.streams / "streams"
-    streams = inner if inner.is_dir() else arguments.streams
+    streams = streams_of(arguments.streams)
     recipe = load(arguments.recipe) if arguments.recipe else recipe_of(streams)
     model = arguments.model or (recipe and Job(recipe).folder)
     if model is None:

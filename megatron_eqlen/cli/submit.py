@@ -82,12 +82,13 @@ class Submission:
         write_text(script, self.script())
         job = _sbatch(script)
         self.folder.submitted(job, self.recipe)
+        run, stop = (shlex.quote(str(path)) for path in (self.folder.path, self.folder.stop))
         print(
             f"job {job}: {script}\n"
             f"its output   {self.folder.path}/slurm-{job}.out\n"
-            f"its state    squeue --job {job}, eqlen status {self.folder.path}\n"
-            f"its page     eqlen report {self.folder.path}\n"
-            f"to stop it   touch {self.folder.stop} (after its step, with a checkpoint), or scancel {job}"
+            f"its state    squeue --job {job}, eqlen status {run}\n"
+            f"its page     eqlen report {run}\n"
+            f"to stop it   touch {stop} (after its step, with a checkpoint), or scancel {job}"
         )
         return 0
 

@@ -205,9 +205,6 @@ class PromptSource:
         maker: PromptMaker | None = None,
     ) -> None:
         """``tools``: an environment's, as JSON schemas for the template. ``maker``: of the prompts."""
-        names = [source.name for source in data.sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"data.sources: expected distinct names, found {names}")
         self._maker = maker or PromptMaker(data, tokenizer, tools)
         self._made_with = data, tokenizer, tools
         self._seed = seed

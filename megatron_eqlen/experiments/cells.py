@@ -18,6 +18,7 @@ from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.status import is_complete, is_trained
+from megatron_eqlen.run.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,8 @@ class Plan:
 
     def __init__(self, sweep: SweepRecipe, overrides: Sequence[str] = ()) -> None:
         """Make the cells. ``overrides`` come after the sweep's. Raises RecipeError for ``OF_RUNS``."""
-        for override in overrides:
-            if override.partition("=")[0] in OF_RUNS:
-                raise RecipeError(f"{override}: {OF_RUNS_ONLY}")
+        if own := [override for override in overrides if override.partition("=")[0] in OF_RUNS]:
+            raise RecipeError(f"{own[0]}: {OF_RUNS_ONLY}")
         self.sweep = sweep
         self.cells = [
             Cell(
@@ -100,13 +100,16 @@ class Plan:
 
     def recipes(self) -> list[Recipe]:
         """Return a recipe of each file and method; all others differ from it in their seed and budget alone.
-        Raises RecipeError, also for two methods that make the same runs."""
+        Raises RecipeError, also for two methods that make the same runs, and for a folder of another run."""
         # What differs from run to run in any case, and budgets where the sweep gives them.
         own = {"run_dir": None, "variant": {}, **(dict.fromkeys(UNITS) if self.sweep.reference else {})}
         seen, recipes = dict[tuple[str, str], str](), []
-        for group, (cell, *_) in groupby(self.cells, key=lambda cell: cell.group):
+        for group, (cell, *others) in groupby(self.cells, key=lambda cell: cell.group):
             # whatever its budget
             recipes.append(cell.recipe(self.matched(1.0) if self.references(cell) else []))
+            for each in (cell, *others):
+                its = recipes[-1].model_copy(update={"seed": each.seed, "run_dir": str(each.folder)})
+                RunFolder(its).check(its, writes=False)
             made = cell.recipe_file, recipes[-1].model_copy(update=own).model_dump_json()
             if (other := seen.setdefault(made, group)) != group:
                 raise RecipeError(f"{other} and {group}: expected methods that differ, found the same recipe")
@@ -131,8 +134,7 @@ class Plan:
             if not all(reference.trained([]) for reference in references):
                 return None
             # Kept, since runs that have ended spend nothing more.
-            spent = [reference.spent() for reference in references]
-            self.amounts[cell.model] = fmean(getattr(each, self.sweep.match) for each in spent)
+            self.amounts[cell.model] = fmean(getattr(each.spent(), self.sweep.match) for each in references)
         return self.matched(self.amounts[cell.model])
 
     def matched(self, amount: float) -> list[str]:

@@ -153,8 +153,7 @@ def make_table(
     if kind == "accuracy":
         return Table(title, accuracies(groups, benchmarks), [ABOUT_ACCURACY])
     if kind == "difference":
-        rows = differences(groups, baseline, benchmarks)
-        return Table(title, rows, [ABOUT_DIFFERENCE.format(baseline)])
+        return Table(title, differences(groups, baseline, benchmarks), [ABOUT_DIFFERENCE.format(baseline)])
     return Table(title, efficiency(groups))
 
 
@@ -162,8 +161,7 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
     """Return the paper's tables 1 and 3: a row for each method, a column for each model and benchmark."""
 
     def accuracy(group: Group, benchmark: str) -> Accuracy | None:
-        results = group.results(benchmark)
-        if not results:
+        if not (results := [*group.by_seed(benchmark).values()]):
             return None
         headline, paper = over_seeds(results)
         return Accuracy(paper, headline, len(results))

@@ -26,7 +26,7 @@ from megatron_eqlen.report.metrics import Columns
 AFTER = Path("evaluation/after.json")
 NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
-    "profile", "rollout.servers",
+    "profile", "rollout.servers", "inputs_from",
 )  # fmt: skip
 """Keys in which runs of one method may differ: where they ran and what they recorded. Models are columns."""
 
@@ -60,9 +60,6 @@ class Group:
         """Return the results by seed; of the base, which runs of one seed have measured alike, once each."""
         every = [(run.recipe.seed, run.before if self.method == BASE else run.after) for run in self.runs]
         return {seed: results[benchmark] for seed, results in every if benchmark in results}
-
-    def results(self, benchmark: str) -> list[EvaluationResult]:
-        return [*self.by_seed(benchmark).values()]
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:

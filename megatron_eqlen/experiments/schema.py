@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from megatron_eqlen.recipe import NonNegativeInt, PositiveInt, RecipeError, Section
 from megatron_eqlen.recipe.budget import UNITS
@@ -68,7 +68,7 @@ class SweepRecipe(Section):
 
     @property
     def path(self) -> Path:
-        return Path(self.folder) if self.folder else Path("runs") / self.name
+        return Path(self.folder).expanduser() if self.folder else Path("runs") / self.name
 
     def label(self, method: str) -> str:
         return self.methods[method].label or method
@@ -86,12 +86,9 @@ def load_sweep(path: Path) -> SweepRecipe:
         raise RecipeError(f"{path}: expected a sweep (recipes, methods), found a recipe: eqlen train {path}")
     try:
         sweep = SweepRecipe.model_validate(raw)
-    except ValidationError as error:
-        raise RecipeError(f"{path}: {explain(error, SweepRecipe)}") from None
-    try:
         _check(sweep)
     except ValueError as error:
-        raise RecipeError(f"{path}: {error}") from None
+        raise RecipeError(f"{path}: {explain(error, SweepRecipe)}") from None
     return sweep.model_copy(update={"recipes": [str(path.parent / recipe) for recipe in sweep.recipes]})
 
 

@@ -135,12 +135,13 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_evaluation(recipe: Recipe) -> Iterator[str]:
-    """Yield benchmarks of one name, and what has no effect where evaluations are greedy."""
+    """Yield sources or benchmarks of one name, and what has no effect where evaluations are greedy."""
     evaluation, benchmarks = recipe.evaluation, recipe.evaluation.benchmarks
     named = {f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(benchmarks)}
-    names = [each.name for each in benchmarks]
-    if twice := [name for name in names if names.count(name) > 1]:
-        yield f"evaluation.benchmarks: {twice[0]} is the name of {len(twice)}, whose results would be mixed"
+    for key, sections in (("data.sources", recipe.data.sources), ("evaluation.benchmarks", benchmarks)):
+        names = [each.name for each in sections]
+        if twice := [name for name in names if names.count(name) > 1]:
+            yield f"{key}: {twice[0]} is the name of {len(twice)}, whose results would be mixed"
     for name, section in {"evaluation": evaluation, **named}.items():
         for key in ("top_p", "top_k") if section.temperature == 0 else ():
             if (value := getattr(section, key)) is not None:

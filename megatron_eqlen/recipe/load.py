@@ -90,10 +90,8 @@ def parse(raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = ()) -
         recipe = _validated(raw, bool(checks))
         for each in (check, *checks):
             each(recipe)
-    except ValidationError as error:
-        raise RecipeError(f"{where}: {explain(error)}") from None
     except ValueError as error:
-        raise RecipeError(f"{where}: {error}") from None
+        raise RecipeError(f"{where}: {explain(error)}") from None
     return recipe
 
 
@@ -146,7 +144,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return raw
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: expected a recipe file, found {base!r}")
-    return _merge(read_yaml(path.parent / base, (*seen, real)), raw)
+    return _merge(read_yaml(path.parent / os.path.expanduser(base), (*seen, real)), raw)
 
 
 def _carried(raw: dict[str, Any]) -> dict[str, Any]:
@@ -213,8 +211,10 @@ def _index(at: list, part: str, override: str) -> int:
     return int(part)
 
 
-def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
+def explain(error: ValueError, schema: type[Section] = Recipe) -> str:
     """Return the errors of all keys as text, with the nearest key of ``schema`` for an unknown one."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     alternatives: dict[tuple[str, str], list[str]] = {}  # of a key and its value: what each type expects
     # A key of several types has an error for each: they become one, ``A or B``.
     for item in error.errors(include_url=False):
@@ -229,16 +229,17 @@ def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
 
 def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:
     """Split the text of an error into the key, what was expected, and what was found."""
-    key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         parts, value = [*item["loc"]], item["input"]
         while isinstance(value, dict) and value:  # a section of another trainer's: its first key
             parts, value = [*parts, next(iter(value))], next(iter(value.values()))
-        hint = nearest(parts, schema)
-        return f"unknown key {'.'.join(map(str, parts))!r}", f" ({hint})" if hint else "", ""
+        hint, name, last = nearest(parts, schema), ".".join(map(str, parts)), str(parts[-1])
+        if hint == f"nearest: {name!r}" and re.fullmatch(r"\D+\.\D+", last):
+            hint = f"in a file {last.replace('.', ': {')}: ...{'}' * last.count('.')}"
+        return f"unknown key {name!r}", f" ({hint})" if hint else "", ""
+    key = ".".join(str(part) for part in item["loc"] if "[" not in str(part))  # [..] is a type of a union
     if item["type"] == "missing":
         return f"missing key {key!r}", "", ""
-    key = ".".join(str(part) for part in item["loc"] if "[" not in str(part))  # [..] is a type of a union
     own = item.get("ctx", {}).get("error") if item["type"] == "value_error" else None  # from our validators
     expected = str(own or item["msg"])
     if item["type"] == "model_type":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +36,8 @@ NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Path of a file or folder, where ``~`` is the home folder, as in a shell."""
 
 
 def _ascending(band: tuple[float, float]) -> tuple[float, float]:
@@ -137,7 +140,7 @@ class Section(BaseModel):
 class ModelRecipe(Section):
     """The model that is trained."""
 
-    path: str
+    path: UserPath
     """Hugging Face folder to start from, or a name on the hub, ``Qwen/Qwen3-4B``; a local folder wins."""
     revision: str | None = None
     """Branch, tag or commit of a name on the hub, default: the default branch. A run stores the commit."""
@@ -154,7 +157,7 @@ class TeacherRecipe(Section):
     """On-policy distillation: each generated token also learns from a teacher's log-prob. The teacher may be
     of any size and family with the same tokenizer."""
 
-    path: str = ""
+    path: UserPath = ""
     """Hugging Face folder of the teacher, or its name on the hub: the trainer computes the log-probs."""
     revision: Annotated[str | None, When(".path")] = None
     """Branch, tag or commit, for a name on the hub."""
@@ -185,7 +188,7 @@ class DataSection(Section):
 
     name: str
     """Name under which its rewards, or a benchmark's accuracies, are logged."""
-    path: str
+    path: UserPath
     """A file, a data set's folder, or its name on the hub, ``zwhe99/DeepMath-103K``; a local path of that
     name wins. Default: the hub's name of the data set that ``reader`` names (recipe/data_sets.yaml)."""
     revision: str | None = None
@@ -216,7 +219,7 @@ class SourceRecipe(DataSection):
     """Leave out rows above this difficulty, and rows without a difficulty."""
     keep_duplicates: bool = False
     """Keep rows whose question came before, as small made-up data may need. A prepared file has none."""
-    exclude: str | None = None
+    exclude: UserPath | None = None
     """File of questions to leave out (decontamination), one JSON string or line each."""
 
 
@@ -686,7 +689,7 @@ class Recipe(Section):
     """Name of the experiment; its runs are under ``runs/NAME``."""
     inputs_from: str | None = None
     """Command that makes the model and the data; shown in the message about a missing input."""
-    run_dir: str | None = None
+    run_dir: UserPath | None = None
     """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is ``grpo`` for example."""
     variant: dict[str, str] = {}
     """Keys and values that the command line changed in the recipe file; filled in by loading."""

@@ -36,11 +36,9 @@ def first_of(metrics: Mapping[str, float | None], names: tuple[str, ...]) -> flo
 
 def compact(value: float | None) -> str:
     """Format to about three digits: ``0.512``, ``96.3``, ``14.2k``, ``1.3e-06``; ``–`` for None."""
-    if value is None:
-        return "–"
+    if value is None or not math.isfinite(value):
+        return "–" if value is None else str(value)
     size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
     if size >= 1e4:
         scale, unit = next(pair for pair in SCALES if size >= pair[0])
         return f"{value / scale:.3g}{unit}"
@@ -76,7 +74,7 @@ def percent(share: float) -> str:
 def markdown_rows(rows: Rows) -> str:
     """Format rows as a GitHub table."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    lines = [[*map(_cell, names)], *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
@@ -88,4 +86,6 @@ def markdown_rows(rows: Rows) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return compact(value) if isinstance(value, float) else "–" if value is None else str(value)
+    text = compact(value) if value is None or isinstance(value, float) else str(value)
+    # A key's text, which names a method, may have lines and bars of its own.
+    return " ".join(text.split()).replace("|", r"\|")

@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 
 from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
-from megatron_eqlen.files import write_text
+from megatron_eqlen.files import streams_of, write_text
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
@@ -52,10 +52,10 @@ def write_page(run: Path) -> Path:
     benchmarks = histories(evaluated).values()
     decode, note = find_decoder(recipe.model)
     # a damaged record ends this before anything is drawn from it
-    check_newest(run / "streams")
-    newest = islice(scored_steps(run / "streams", newest_first=True), STEPS)
+    check_newest(streams := streams_of(run))
+    newest = islice(scored_steps(streams, newest_first=True), STEPS)
     # the newest steps and the first one, each once
-    shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
+    shown = dict([*newest, *islice(scored_steps(streams), 1)])
     steps, rows = [], list[dict[str, Any]]()
     for number, folder in shown.items():
         step = RecordedStep(step_files(folder), job)
@@ -90,9 +90,9 @@ def write_page(run: Path) -> Path:
 def write_step_page(run: Path, first: int, last: int) -> Path:
     """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1) in the
     run; return its path. Raises ValueError for a step that is not recorded, or naming a damaged file."""
-    job, folders = Job(load_run(run)), {n + 1: folder for n, folder in scored_steps(run / "streams")}
+    job, folders = Job(load_run(run)), {n + 1: folder for n, folder in scored_steps(streams_of(run))}
     if missing := [step for step in range(first, last + 1) if step not in folders]:
-        known = f"{run / 'streams'} ({_spans([*folders]) or 'there are none'})"
+        known = f"{streams_of(run)} ({_spans([*folders]) or 'there are none'})"
         expected = f"one of the recorded and graded steps of {known}"
         raise ValueError(f"--step {missing[0]}: expected {expected}, found no such step")
     (decode, note), rows = find_decoder(job.recipe.model), list[dict[str, Any]]()
@@ -101,8 +101,7 @@ def write_step_page(run: Path, first: int, last: int) -> Path:
         rows += [{"step": number} | row for row in step.rows(step.rollouts, decode)]
     name = str(first) if first == last else f"{first}-{last}"
     path = run / f"rollouts-{name}.html"
-    script = _own("list.js")
-    return _write(path, "rollouts.html.jinja", job.recipe, rows, step=name, note=note, script=script)
+    return _write(path, "rollouts.html.jinja", job.recipe, rows, step=name, note=note, script=_own("list.js"))
 
 
 def write_probe_page(path: Path, step: int, found: dict[str, Any], recipe: Recipe) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.files import streams_of
 from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.advice import advice
@@ -41,8 +42,7 @@ def find_decoder(model: ModelRecipe) -> tuple[Decode, str]:
 
 def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
     """Return what the newest steps in the folder of a run or harvest advise (``objectives/advice.py``)."""
-    streams = run / "streams" if (run / "streams").is_dir() else run
-    newest = islice(scored_steps(streams, newest_first=True), PROFILED)
+    newest = islice(scored_steps(streams_of(run), newest_first=True), PROFILED)
     rollouts = [rollout for _, folder in newest for rollout in read_skeletons(step_files(folder))]
     # the newest step may still be without some of its grades
     scored = [

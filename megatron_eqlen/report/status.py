@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_eqlen.evaluation.result import evaluation_files, has_all, histories, read_evaluations
-from megatron_eqlen.files import LATEST, read_text, step_number
+from megatron_eqlen.files import LATEST, read_text, step_number, streams_of
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
@@ -53,7 +53,7 @@ StatusRow = tuple[str, str | Text]  # name and text
 def print_status(folder: Path, console: Console | None = None) -> None:
     """Print one screen about the run in ``folder``. Raises ValueError if it is none or a file is damaged."""
     status = RunStatus(folder)
-    check_newest(folder / "streams")
+    check_newest(streams_of(folder))
     console = console or Console(highlight=False, soft_wrap=True)
     recipe = status.recipe
     name = f"{recipe.name} {recipe.method} seed {recipe.seed}"

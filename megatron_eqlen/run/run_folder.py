@@ -139,7 +139,7 @@ class RunFolder:
         """Begin, unless the run has begun, after another's step, ``RUN@STEP``, with its checkpoint, metrics,
         first evaluation and, if it ``carries`` rollouts over, the step's record. Raises RecipeError."""
         begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
-        run, _, step = source.rpartition("@")
+        run, _, step = source.rpartition("@") if "@" in source else (source, "", "")
         # but for the record that an earlier try has copied
         own = [number for number, _ in step_folders(self.streams) if not begun or f"{number + 1}" != step]
         saved = checkpoint_folder.latest(self.checkpoints) or self.lost_checkpoints()
@@ -222,15 +222,16 @@ class RunFolder:
             if export.exists():
                 export.rename(unused(self.path / f"{export.name}-{label}"))
 
-    def check(self, recipe: Recipe) -> None:
-        """Raise RecipeError if another recipe's run is in the folder, OSError if it cannot be written."""
-        refuse_unwritable(self.path)
+    def check(self, recipe: Recipe, writes: bool = True) -> None:
+        """Raise RecipeError if another recipe's run is in the folder, OSError if it ``writes`` and cannot."""
+        if writes:
+            refuse_unwritable(self.path)
         if not self.recipe.exists() or self.is_empty():
             return
         if changed := _changed(self.recipe, recipe):
             raise RecipeError(
-                f"{self.path} holds a run with another recipe ({changed}); "
-                f"give this one its own folder with name=... or run_dir=..."
+                f"{self.path} holds a run with another recipe ({changed}); give this one its own folder "
+                f"with name=... or run_dir=..., or its method in a sweep another name"
             )
 
 
@@ -259,5 +260,7 @@ def _changed(file: Path, recipe: Recipe) -> str:
     """Return the keys that must not change but differ between ``file`` and ``recipe``; empty if none do."""
     before = load(file)  # keys that were added since then get their defaults
     changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
-    fixed = [(key, values) for key, values in changed.items() if not is_under(key, MAY_CHANGE)]
+    # A name on the hub that is not pinned yet stays at the commits of ``file``.
+    pins = {key for key, (_, new) in changed.items() if new is None and key.endswith(".revision")}
+    fixed = [(key, of) for key, of in changed.items() if key not in pins and not is_under(key, MAY_CHANGE)]
     return "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in fixed)

@@ -117,6 +117,7 @@ def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_
     assert not same_weights(other, trained)
     for name, source, says in (
         ("forked-late", f"{trained}@7", "expected RUN@STEP, one of its checkpoints (2, 3), found"),
+        ("forked-from-none", f"{trained}", "one of its checkpoints (2, 3), found"),
         ("forked", f"{trained}@3", f"has begun, {trained}@2"),
         ("one", f"{forked}@3", "has begun, from nothing else"),
     ):

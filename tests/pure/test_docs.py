@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.cli.__main__ import _parser
+from megatron_eqlen.data.first_rewards import FORMS
 from megatron_eqlen.metrics import DECLARED, MetricError, metric
 from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.keys import all_keys
 from tests.kit import ROOT
 from tools.reference import PACKAGE, PAGES, files, keys, metrics, page
@@ -174,6 +177,28 @@ def test_comments_name_files_that_are_there_and_pages_in_place_of_folders():
         and (not (ROOT / path.rstrip(".")).exists() or re.match(r"megatron_eqlen/\w+/README", path))
     }
     assert named == set()
+
+
+def test_tools_can_be_called_as_the_pages_do():
+    scripts = [name for name in git_files("tools") if (ROOT / name).read_bytes().startswith(b"#!")]
+    assert len(scripts) > 10
+    assert [name for name in scripts if not os.access(ROOT / name, os.X_OK)] == []
+
+
+def test_a_run_from_another_begins_at_a_checkpoint_that_the_quickstart_keeps():
+    recipe = recipe_load.load(ROOT / "recipes/tiny_cpu.yaml")
+    saved = {*range(0, recipe.steps + 1, recipe.checkpoint.every)}
+    texts = (code for file in TODAY for code in code_of(file.read_text()))
+    named = {int(step) for text in texts for step in re.findall(r"--from \S+@(\d+)", text)}
+    assert named <= {*sorted(saved)[-recipe.checkpoint.keep :]}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/start.md"])
+def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(name, tmp_path):
+    (block,) = (each for each in FENCE.findall((ROOT / name).read_text()) if "rewards:exact" in each)
+    text = "\n".join(block.splitlines()[1:-1]).replace("extends: ", f"extends: {ROOT}/")
+    (tmp_path / "mine.yaml").write_text(text)
+    assert not any(form in recipe_load.load(tmp_path / "mine.yaml").data.instruction for form in FORMS)
 
 
 def test_links_of_pages_lead_to_what_the_site_has():

@@ -81,6 +81,18 @@ def write(folder, changes):
             (folder / name).write_text(text)
 
 
+def test_a_task_alone_has_its_own_place_and_a_folder_without_one_is_an_error(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write(tmp_path / "gpus", REFUSED["gpus"][0])
+    (out / "earlier").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["harbor_tasks", str(tmp_path / "gpus"), "--out", str(out)])
+    harbor_tasks.main()
+    assert {path.name for path in out.iterdir()} == {"earlier", "tasks.jsonl"}
+    monkeypatch.setattr(sys, "argv", ["harbor_tasks", str(tmp_path / "nowhere"), "--out", str(out)])
+    with pytest.raises(ValueError, match=r"nowhere: expected tasks, folders with a task.toml, found none"):
+        harbor_tasks.main()
+
+
 def test_tasks_become_rows_or_are_refused_by_reason(tmp_path, monkeypatch, capsys):
     for name, changes in CHANGED.items():
         write(tmp_path / "tasks/set" / name, changes)

@@ -100,6 +100,7 @@ MISTAKES = [
     (BENCHMARK + "evaluation.temperature=0", "samples: 32: with temperature: 0 (greedy) all responses to a"),
     (BENCHMARK + "evaluation.benchmarks.0.temperature=0 evaluation.benchmarks.0.top_k=5", "top_k: 5 has no"),
     (BENCHMARK.replace("]", ", {name: b, path: y}]"), "evaluation.benchmarks: b is the name of 2, whose"),
+    ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "data.sources: a is the name of 2, whose"),
     (BENCHMARK + "rollout.keep_sampling_mask=true evaluation.top_k=0", "to 255, also in evaluations"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
     ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
@@ -365,6 +366,28 @@ def test_what_no_batch_script_can_hold_is_refused():
         small(run_dir="a\nb")
 
 
+@pytest.mark.parametrize(("text", "hint"), [
+    ("optimizer.lr: 1e-6", "'optimizer.lr' (in a file optimizer: {lr: ...})"),
+    ("rollout: {mismatch.then: end}", "'rollout.mismatch.then' (in a file mismatch: {then: ...})"),
+    ("data.sources.0.path: a", "(nearest: 'data.sources.0.path')"),
+])  # fmt: skip
+def test_a_key_with_dots_in_a_file_is_told_its_section(tmp_path, text, hint):
+    (tmp_path / "r.yaml").write_text(f"extends: {RECIPES}/tiny_cpu.yaml\n{text}\n")
+    with pytest.raises(RecipeError, match=re.escape(hint)):
+        load(tmp_path / "r.yaml")
+
+
+def test_paths_may_begin_at_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(dump(small(run_dir="~/runs/x")))
+    (tmp_path / "r.yaml").write_text("extends: ~/base.yaml\nmodel: {path: ~/m}\n")
+    sources = "[{name: a, path: ~/a.jsonl, exclude: ~/b.jsonl}]"
+    recipe = load(tmp_path / "r.yaml", [f"data.sources={sources}"])
+    assert recipe.run_folder == tmp_path / "runs/x"
+    paths = [recipe.model.path, recipe.data.sources[0].path, recipe.data.sources[0].exclude]
+    assert paths == [f"{tmp_path}/{name}" for name in ("m", "a.jsonl", "b.jsonl")]
+
+
 def test_extends_merges_sections_and_overrides_win(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 5\nmodel: {path: m, dtype: float32}\noptimizer: {lr: 1e-6}\n")
     child = "extends: base.yaml\nname: child\nmodel: {path: other}\ndata: {sources: [{name: a, path: b}]}\n"
@@ -472,6 +495,7 @@ REFUSED = [
     ("train {recipes}/paper_tables.yaml", "found a sweep of several: eqlen sweep {recipes}/paper"),
     ("sweep {tiny}", "found a recipe: eqlen train {tiny}"),
     ("compare nope", "eqlen compare: nope: No such file or directory"),
+    ("evaluate nope", "eqlen evaluate: nope: no such recipe file"),
     ("evaluate {tiny} --out {here}/empty.yaml/x", "empty.yaml: Not a directory"),
     ("harvest {tiny} --out {here}/empty.yaml", "empty.yaml: Not a directory"),
     ("harvest {tiny} --out {here}/out", "found step-00000000 without recipe.yaml"),  # not written over

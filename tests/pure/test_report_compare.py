@@ -191,9 +191,20 @@ def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
     assert [row["Parallel Tracks"] for row in tables["Efficiency"]] == [4, 8, 4]
 
 
+def test_a_method_that_is_named_by_lines_of_text_keeps_its_row(tmp_path, capsys):
+    for name, text in (("a", "Think."), ("b", "Think | look.\nThen answer.\n")):
+        data = {"sources": [{"name": "sums", "path": "sums.parquet"}], "instruction": text}
+        make_run(tmp_path / name, 0, 11, data=data)
+    tables_of(tmp_path)
+    table = capsys.readouterr().out.partition("### Accuracy")[2].strip().partition("\n\n")[0].splitlines()
+    assert len(table) == 5
+    assert r"eqlen-grpo (data.instruction=Think \| look. Then answer. )" in table[4]
+
+
 def test_a_default_written_out_is_no_difference(tmp_path):
     make_run(tmp_path / "a", 0, 11)
     changes = {"loss": {"clip_ratio_low": 0.2}, "cluster": {"nodes": 2}, "profile": {"steps": [1]}}
+    changes["inputs_from"] = "tools/quickstart"
     make_run(tmp_path / "b", 1, 11, **changes)
     assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == ["base", "eqlen-grpo"]
 

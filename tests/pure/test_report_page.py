@@ -148,6 +148,9 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     assert sentence in page.text
     (chart,) = json.loads(re.search("const CHARTS = (.*)\n", page.html)[1])
     assert chart["starts"][0] == 0
+    assert "Step 1 step-00000000" in page.text
+    assert main(["report", str(run), "--step", "1"]) == 0
+    assert capsys.readouterr().out == f"{run / 'rollouts-1.html'}\n"
     assert chart["x"][-1] == 100
     assert sum(chart["series"][0]["columns"]["y"]) == pytest.approx(100)
 

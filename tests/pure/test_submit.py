@@ -141,6 +141,10 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     assert cli.main(["submit", recipe, "cluster.processes_per_node=2"]) == 0
     assert f"removed {run}/STOP, which asked an earlier try to stop" in capsys.readouterr().out
     assert not (run / "STOP").exists()
+    assert cli.main(["submit", recipe, "run_dir=my runs/x"]) == 0
+    said = capsys.readouterr().out
+    assert "eqlen report 'my runs/x'\n" in said, "as a shell reads it"
+    assert "touch 'my runs/x/STOP' (" in said
 
 
 @pytest.mark.parametrize(("more", "message"), [

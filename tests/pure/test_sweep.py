@@ -61,14 +61,14 @@ def test_recipes_and_methods_may_have_fewer_seeds(sweep, capsys):
     fewer = fewer.replace("match: flops", "match: flops\nfewer_seeds: {{coin: 2, mean: 1}}")
     file = write_sweep(sweep.parent, fewer)
     (file.parent / "coin.yaml").write_text((file.parent / "tiny.yaml").read_text())
+    assert cli.main(["sweep", str(file), "--dry-run", "model.path=qwen3-0.6b"]) == 0
+    assert "2 recipes x 3 methods x 3 seeds, some with fewer = 12 runs" in capsys.readouterr().out
     status, started = run(file)
     counts = [("eqlen", 3), ("grpo", 3), ("mean", 1), ("eqlen", 2), ("grpo", 2), ("mean", 1)]
     names = [f"{method}-seed{seed}" for method, count in counts for seed in range(count)]
     assert (status, started.names) == (0, names)
     assert started.recipes[-1].flops == 4 * (500 + 520) / 2, "the mean of the recipe's own seeds"
     assert "Seeds that have ended" not in capsys.readouterr().out
-    assert cli.main(["sweep", str(file), "--dry-run", "model.path=qwen3-0.6b"]) == 0
-    assert "2 recipes x 3 methods x 3 seeds, some with fewer = 12 runs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", [["--dry-run"], ["--tables"], []])
@@ -97,6 +97,15 @@ def test_a_reference_that_may_continue_lets_all_others_continue(sweep):
     _, started = run(sweep)
     assert len(started.names) == 9
     assert started.recipes[-1].flops == 5 * 520
+
+
+@pytest.mark.parametrize("how", [["--dry-run"], ["--tables"], []])
+def test_runs_of_a_method_that_has_changed_since_are_not_taken_for_its_own(sweep, capsys, how):
+    run(sweep)
+    text = SWEEP.replace("equal_length.suffix_reward: mean", "loss.kl_coef: 0.5")
+    assert cli.main(["sweep", str(write_sweep(sweep.parent, text)), *how]) == 2
+    said = r"runs/tiny/mean-seed0 holds a run with another recipe \(.*loss.kl_coef: .* -> 0.5"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_run_that_fails_is_named_with_its_last_words_and_stops_no_other(sweep, capsys):
@@ -264,7 +273,7 @@ def test_a_dry_run_prints_what_submits_the_runs_that_may_start(sweep, capsys):
         f"run_dir={folder}/runs/tiny/eqlen-seed2"
     )
     assert (len(lines), last) == (3, "# 6 runs wait for those of eqlen: ask again when these have ended")
-    plan = command.read(sweep, [])
+    plan = command.read(sweep, ["model.path=qwen3-0.6b"])
     for cell in plan.cells:
         if cell.name in ("tiny/eqlen-seed0", "tiny/eqlen-seed1", "tiny/eqlen-seed2", "tiny/grpo-seed1"):
             leave_a_run(cell.recipe(plan.limits(cell) or []))
