@@ -79,8 +79,7 @@ def policy_loss(
     correction = correct(recomputed, rollout, segments, loss)
     # copies: a surrogate of a user's own may change what it gets
     given = (values.clone() for values in (logp, old, advantages, correction.kept))
-    supervised = SupervisedTokens(*given, sequences=segments)
-    policy, ratios = checked_surrogate(objective.surrogate, supervised)
+    policy, ratios = checked_surrogate(objective.surrogate, SupervisedTokens(*given, sequences=segments))
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:
         if "ref" not in others:
