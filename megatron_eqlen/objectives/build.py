@@ -208,7 +208,8 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
         of_names = [[weight * v for v in _advantages(named, objective)] for weight, named in unit.apart]
         return [sum(values) for values in zip(*of_names, strict=True)]
     if unit.baseline is None:
-        advantages = objective.advantage(unit.rewards, unit.lengths)
+        # copies: an estimator of a user's own may sort what it gets
+        advantages = objective.advantage([*unit.rewards], [*unit.lengths])
     else:
         # a member against its baseline alone: the estimator sees a pair of the two rewards
         members = zip(unit.rewards, unit.lengths, strict=True)

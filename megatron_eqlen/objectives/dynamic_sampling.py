@@ -17,7 +17,7 @@ from statistics import fmean
 
 from megatron_eqlen.objectives.build import has_gradient
 from megatron_eqlen.objectives.objective import ResolvedRecipe
-from megatron_eqlen.objectives.units import due_rollouts, response_lengths
+from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.types import Rollout
@@ -48,7 +48,8 @@ def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[d
     for rollout in rollouts:
         # prompts are numbered as they are drawn, a step's number at a time
         draw = rollout.prompt.number // recipe.data.prompts_per_step
-        lengths[draw][rollout.prompt_id] += response_lengths(rollout, recipe)
+        # a part that the budget cut off is no response
+        lengths[draw][rollout.prompt_id] += [len(part) for part in rollout.parts if part.finish_reason]
     return [{prompt_id: fmean(own) for prompt_id, own in prompts.items()} for prompts in lengths.values()]
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,11 +82,15 @@ def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
                 raise ValueError(f"{field} {described(part)}: {where}: {text_of(error)}") from error
 
 
-def checked_advantages(values: list[float], members: int, where: Callable[[], str]) -> list[float]:
-    """Return ``values`` if they are ``members`` finite numbers. Raises ValueError."""
-    if len(values) != members or not all(map(math.isfinite, values)):
+def checked_advantages(values: Iterable[Any], members: int, where: Callable[[], str]) -> list[float]:
+    """Return ``values`` as floats. Raises ValueError unless they are ``members`` finite numbers."""
+    try:
+        floats = [*map(float, values)]
+    except (TypeError, ValueError):
+        floats = []
+    if len(floats) != members or not all(map(math.isfinite, floats)):
         raise ValueError(f"{where()}: expected {members} finite advantages, found {values}")
-    return values
+    return floats
 
 
 def checked_weight(weight: float, where: str) -> float:
@@ -154,6 +158,15 @@ def _try_surrogate(part: Callable[..., Any]) -> None:
     tokens = SupervisedTokens(logprobs, old, advantages, ones, segments)
     losses, metrics = checked_surrogate(part, tokens)
     check(dict.fromkeys(metrics, 0.0))
+    # those of built-in surrogates, too; the loss fills in others
+    known = "own/", "ratio", "clip_", "vespo_"
+    if not all(name.removeprefix("loss/").startswith(known) for name in metrics):
+        raise ValueError(f"{where}: expected metrics named loss/own/..., found {', '.join(metrics)}")
+    # a rank without trees has a row without tokens
+    no_tokens = (values[:0] for values in (logprobs, old, advantages, ones))
+    nothing = SupervisedTokens(*no_tokens, sequences=Segments(segments.number[:0]))
+    if (found := [*checked_surrogate(part, nothing)[1]]) != [*metrics]:
+        raise ValueError(f"{where}: expected metrics {[*metrics]} without tokens, too, found {found}")
     if not losses.requires_grad:
         raise ValueError(f"{where}: its losses do not depend on tokens.logprobs, so nothing would be trained")
     (slopes,) = torch.autograd.grad(losses.sum(), logprobs)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megatron_eqlen.objectives.segments import Segments
 
 EXPONENT_LIMIT = 20.0
-"""Bound of log-ratios, of the exponent of k3 and of VESPO's log weight, +-20 as in verl (core_algos.py): e^20
-is beyond any clip range, and no loss overflows. The gradient is 0 there."""
+"""Bound of log-ratios, also of trainer and engine, of k3's exponent and of VESPO's log weight, +-20 as in
+verl (core_algos.py): e^20 is beyond any clip range, and no loss overflows. The gradient is 0 there."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Vespo:
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         log_ratio = tokens.sequences.sum(tokens.kept_log_ratio)
         _, metrics = importance_ratio(log_ratio)
-        log_weight, rises = _clamp(log_ratio.detach()), tokens.advantages >= 0
+        log_weight, rises = clamped(log_ratio.detach()), tokens.advantages >= 0
         k, lam = (_either(rises, *sides) for sides in zip(self.positive, self.negative, strict=True))
         kernel = (k * log_weight + lam * (1 - log_weight.exp())).exp()
         return -kernel * tokens.advantages * tokens.logprobs, metrics | {"loss/vespo_kernel": kernel}
@@ -227,7 +227,7 @@ SURROGATES: dict[str, Surrogate] = {
 
 def importance_ratio(log_ratio: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics]:
     """Return the ratio, its log clamped to +-EXPONENT_LIMIT, and its metrics."""
-    ratio = _clamp(log_ratio).exp()
+    ratio = clamped(log_ratio).exp()
     return ratio, {
         "loss/ratio": ratio,
         "loss/ratio_deviation": (ratio - 1).abs(),
@@ -235,7 +235,7 @@ def importance_ratio(log_ratio: torch.Tensor) -> tuple[torch.Tensor, TokenMetric
     }
 
 
-def _clamp(exponent: torch.Tensor) -> torch.Tensor:
+def clamped(exponent: torch.Tensor) -> torch.Tensor:
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
 
 

@@ -169,14 +169,17 @@ def token_baselines(
 
 
 def checked_baselines(baseline: TokenBaseline, prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
-    """Return the baselines. Raises ValueError unless a span has a finite number a token, or None."""
-    baselines = baseline(prompts, limit)
+    """Return arrays, or None. Raises ValueError unless a span has a finite number a token, or None."""
+    baselines: Baselines = [
+        [None if values is None else np.asarray(values, np.float64) for values in of_prompt]
+        for of_prompt in baseline(prompts, limit)
+    ]
     where = f"baseline {getattr(baseline, '__name__', type(baseline).__name__)}"
     if [len(of_prompt) for of_prompt in baselines] != [len(spans) for spans in prompts]:
         raise ValueError(f"{where}: expected a baseline for each span of each of {len(prompts)} prompts")
     for spans, of_prompt in zip(prompts, baselines, strict=True):
         for span, values in zip(spans, of_prompt, strict=True):
             shape = (span.end - span.start,)
-            if values is not None and not (np.shape(values) == shape and np.isfinite(values).all()):
+            if values is not None and not (values.shape == shape and np.isfinite(values).all()):
                 raise ValueError(f"{where}: expected {shape[0]} finite numbers or None, found {values}")
     return baselines

@@ -59,12 +59,6 @@ def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if not rollout.suspended]
 
 
-def response_lengths(rollout: Rollout, recipe: Recipe) -> list[int]:
-    """Return the lengths of a rollout's responses, if each member of its comparison units is a response."""
-    units = KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]
-    return [length for unit in units for length in unit.lengths]
-
-
 def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
     """Return DAPO's soft penalty: 0 where the buffer starts, -factor at the limit and where truncated."""
     buffer, factor = objective.overlong_buffer, objective.overlong_factor

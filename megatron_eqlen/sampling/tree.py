@@ -85,7 +85,8 @@ class TreeSampling(SamplingKind):
         """Return the number of completions (each part counts as one), their lengths, and why they ended."""
         parts = [part for rollout in rollouts for part in rollout.parts]
         lengths = [len(part) for part in parts]
-        reasons = Counter(part.finish_reason for part in parts)
+        # of the lines alone: a part that others continue was not cut
+        ends = Counter(line.last.finish_reason for rollout in rollouts for line in rollout.lines())
         if not parts:  # all were cut before their first token
             return {"harvest/completions": 0}
         return {
@@ -93,8 +94,8 @@ class TreeSampling(SamplingKind):
             "harvest/supervised_tokens": sum(lengths),
             "harvest/response_length": fmean(lengths),
             "harvest/response_length_max": max(lengths),
-            "harvest/truncated_fraction": reasons["length"] / len(parts),
-            "harvest/budget_fraction": reasons[None] / len(parts),
+            "harvest/truncated_fraction": ends["length"] / len(parts),
+            "harvest/budget_fraction": ends[None] / len(parts),
         }
 
 

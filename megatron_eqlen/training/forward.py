@@ -80,12 +80,11 @@ def run_rows(
         return output, reduce
 
     iterators = [iter(rows) for _ in chunks]
-    single = len(chunks) == 1
     with torch.set_grad_enabled(train):
         results = get_forward_backward_func()(
             forward_step_func=step,
             # each virtual stage reads all rows
-            data_iterator=iterators[0] if single else iterators,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks,
             num_microbatches=len(rows),
             # with several stages lengths are sent along (`variable_seq_lengths`)

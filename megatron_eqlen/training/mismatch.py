@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_eqlen.objectives.segments import Segments
+from megatron_eqlen.objectives.surrogates import clamped
 from megatron_eqlen.recipe import LossRecipe
-
-RATIO_LIMIT = 20.0
-"""Bound of exponents, +-20 as in verl: log rho of a token, or of a segment (``rollout_is: sequence``)."""
 
 LEAST = 1e-6
 
@@ -48,7 +46,7 @@ class Correction:
 def correct(trainer: Tensor, engine: Tensor, segments: Segments, loss: LossRecipe) -> Correction:
     """Return the correction for supervised tokens; both log-probs are [n] float64."""
     difference = trainer - engine
-    log_rho = _clamp(difference)
+    log_rho = clamped(difference)
     of_segment = segments.sum(difference)
     # [n]; values of a sequence are divided by its length, so that the sum over its tokens is one value
     metrics = {
@@ -59,7 +57,7 @@ def correct(trainer: Tensor, engine: Tensor, segments: Segments, loss: LossRecip
         "mismatch/k3_kl": DIVERGENCES["k3"](log_rho),
         "mismatch/chi2_token": (2 * log_rho).exp() - 1,
         "mismatch/sequences": 1 / segments.length,
-        "mismatch/chi2_seq": ((2 * _clamp(of_segment)).exp() - 1) / segments.length,
+        "mismatch/chi2_seq": ((2 * clamped(of_segment)).exp() - 1) / segments.length,
         "mismatch/log_ppl_abs_diff": (of_segment / segments.length).abs() / segments.length,
     }
     importance, of_importance = _importance(difference, segments, loss)
@@ -67,15 +65,11 @@ def correct(trainer: Tensor, engine: Tensor, segments: Segments, loss: LossRecip
     return Correction(importance * kept, kept, difference, metrics | of_importance | of_kept)
 
 
-def _clamp(log_rho: Tensor) -> Tensor:
-    return log_rho.clamp(-RATIO_LIMIT, RATIO_LIMIT)
-
-
 def _importance(log_rho: Tensor, segments: Segments, loss: LossRecipe) -> tuple[Tensor, dict[str, Tensor]]:
     if loss.rollout_is == "none":
         return torch.ones_like(log_rho), {}
     # [n] ratio of trainer to engine: of each token, or of its sequence's product
-    raw = _clamp(segments.sum(log_rho) if loss.rollout_is == "sequence" else log_rho).exp()
+    raw = clamped(segments.sum(log_rho) if loss.rollout_is == "sequence" else log_rho).exp()
     threshold = loss.rollout_is_threshold
     # a band masks what lies outside (IcePop); a number truncates (TIS)
     if isinstance(threshold, tuple):
@@ -121,7 +115,7 @@ def _within(
     if level == "binary":
         divergence = binary_kl(trainer, engine)
     else:
-        divergence = DIVERGENCES[estimate](_clamp(trainer - engine))
+        divergence = DIVERGENCES[estimate](clamped(trainer - engine))
     if level.startswith("seq"):
         # [n]: of the token's sequence
         divergence = {"sum": segments.sum, "mean": segments.mean, "max": segments.max}[level[4:]](divergence)

@@ -151,8 +151,8 @@ class Policy:
             self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
         packed = m.in_turn([b.exchanged | b.rows.planned.metrics for b in batches if b.rows is not None])
-        # `skipped(0)` gives both counts a value where no step is taken
-        metrics = packed | m.in_turn([skipped(0), *steps])
+        # both counts have a value where no step is taken
+        metrics = packed | m.in_turn([{"train/updates": 0.0, "train/skipped_updates": 0.0}, *steps])
         self.mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
         if compared:
             of_drawn = Compared.joined(compared.values())
@@ -317,7 +317,7 @@ class Policy:
                 f"{self.skipped_in_a_row} updates in a row could not be taken, "
                 f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             )
-        return skipped(1)
+        return {"train/updates": 0.0, "train/skipped_updates": 1.0}
 
     def _loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray
@@ -339,7 +339,3 @@ class Policy:
             objective=self.objective,
             loss=self.recipe.loss,
         )
-
-
-def skipped(count: int) -> Metrics:
-    return {"train/updates": 0.0, "train/skipped_updates": float(count)}

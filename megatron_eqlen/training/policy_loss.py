@@ -20,7 +20,7 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_surrogate
 from megatron_eqlen.objectives.segments import Segments
-from megatron_eqlen.objectives.surrogates import EXPONENT_LIMIT, SupervisedTokens, importance_ratio
+from megatron_eqlen.objectives.surrogates import EXPONENT_LIMIT, SupervisedTokens, clamped, importance_ratio
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.mismatch import DIVERGENCES, correct
 from megatron_eqlen.types import Metrics
@@ -77,8 +77,9 @@ def policy_loss(
     recomputed = others.get("old", logp.detach())
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
-    supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments)
-    policy, ratios = checked_surrogate(objective.surrogate, supervised)
+    # copies: a surrogate of a user's own may change what it gets
+    given = (values.clone() for values in (logp, old, advantages, correction.kept))
+    policy, ratios = checked_surrogate(objective.surrogate, SupervisedTokens(*given, sequences=segments))
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:
         if "ref" not in others:
@@ -91,7 +92,7 @@ def policy_loss(
     with torch.no_grad():
         # surrogates without a ratio still show how far the policy has moved
         if "loss/ratio" not in ratios:
-            ratios = importance_ratio(supervised.log_ratio)[1] | ratios
+            ratios = importance_ratio(logp - old)[1] | ratios
         metrics = {
             "loss/tokens": torch.ones_like(logp),
             "loss/entropy": entropy,
@@ -120,8 +121,10 @@ def policy_loss(
 def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
     """Return a step's metrics from all rows of ``group`` (data parallel; None: this rank's only)."""
     names = list(rows[0].metrics)
+    if some := {name for row in rows for name in {*names} ^ {*row.metrics}}:
+        raise ValueError(f"loss.surrogate: expected the same metrics of all rows, found {some} of some")
     # [rows, metrics] float64
-    values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
+    values = torch.stack([torch.stack([row.metrics[name] for name in names]) for row in rows])
     sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
     if group is not None:
         dist.all_reduce(sums, group=group)
@@ -150,10 +153,8 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [n] estimates of KL(policy || reference), and a mask of clamped exponents."""
-    difference = ref - logp
-    if loss.kl_estimator != "k3":
-        return DIVERGENCES[loss.kl_estimator](difference), torch.zeros_like(logp, dtype=torch.bool)
+    difference, bounded = ref - logp, torch.zeros_like(logp, dtype=torch.bool)
     # k3 has an exponential, which a single token could make infinite
-    clamped = difference.abs() > EXPONENT_LIMIT
-    difference = difference.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
-    return difference.exp() - difference - 1, clamped
+    if loss.kl_estimator == "k3":
+        difference, bounded = clamped(difference), difference.abs() > EXPONENT_LIMIT
+    return DIVERGENCES[loss.kl_estimator](difference), bounded

@@ -68,6 +68,9 @@ HALF = Objective("half", above_half, token_mean, Ppo(0.1, 0.3))
 OWN_PARTS = """
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
 
 def sign(rewards, lengths):
     return [1.0 if reward > 0 else -1.0 for reward in rewards]
@@ -138,6 +141,40 @@ def short(rewards, lengths):
 
 def huge_above_one(rewards, lengths):
     return [float("inf") if reward > 1 else reward for reward in rewards]
+
+
+def in_numpy(rewards, lengths):
+    return np.array(rewards, np.float32) - np.mean(rewards)
+
+
+def in_torch(rewards, lengths):
+    return torch.tensor(rewards) - torch.tensor(rewards).mean()
+
+
+def by_median_length(rewards, lengths):
+    lengths.sort()
+    return [reward - lengths[0] / 10 for reward in rewards]
+
+
+def none_above_one(rewards, lengths):
+    return [None if reward > 1 else reward for reward in rewards]
+
+
+def as_list(prompts, limit):
+    return [[[0.25] * (span.end - span.start) for span in spans] for spans in prompts]
+
+
+def as_tensor(prompts, limit):
+    return [[torch.full((span.end - span.start,), 0.25) for span in spans] for spans in prompts]
+
+
+def over_the_loss(tokens):
+    return -tokens.log_ratio, {"loss/entropy": tokens.advantages}
+
+
+def sometimes(tokens):
+    some = (tokens.advantages < 0).any()
+    return -tokens.log_ratio, {"loss/own/negative": tokens.advantages} if some else {}
 """
 
 READER = """
@@ -252,6 +289,8 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     ("surrogate", "mine.parts:infinite", "surrogate infinite: losses not finite: .*nan"),
     ("surrogate", "mine.parts:constant", "do not depend on tokens.logprobs"),
     ("surrogate", "mine.parts:undeclared", "metric 'loss/mine' is not declared"),
+    ("surrogate", "mine.parts:over_the_loss", "expected metrics named loss/own/..., found loss/entropy"),
+    ("surrogate", "mine.parts:sometimes", r"metrics \['loss/own/negative'\] without tokens, too, found \[\]"),
     ("loss_agg_mode", "mine.parts:negative", "aggregation negative: expected a finite weight .*-0.25"),
     ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
     ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),
@@ -276,6 +315,35 @@ def test_an_advantage_that_is_not_finite_is_refused_with_the_prompt_and_its_rewa
     mine = recipe(loss={"kl_coef": 0.0, "advantage": "mine.parts:huge_above_one"})
     with pytest.raises(ValueError, match=r"prompt .*: advantage huge_above_one of rewards \[2.0, 0.0\].*inf"):
         build_trees([group([2.0, 0.0])], mine)
+
+
+def test_an_advantage_that_is_no_number_is_refused_with_the_prompt_and_its_rewards(package):
+    mine = recipe(loss={"kl_coef": 0.0, "advantage": "mine.parts:none_above_one"})
+    with pytest.raises(ValueError, match=r"prompt .* of rewards \[2.0, 0.0\]: expected 2 finite .*None"):
+        build_trees([group([2.0, 0.0])], mine)
+
+
+@pytest.mark.parametrize("name", ["in_numpy", "in_torch"])
+def test_advantages_may_be_numbers_of_numpy_and_torch(package, name):
+    mine = recipe(loss={"kl_coef": 0.0, "advantage": f"mine.parts:{name}"})
+    (tree,), metrics = build_trees([group([1.0, 0.0])], mine)
+    assert [node.advantage for node in tree.nodes[1:]] == [0.5, -0.5]
+    assert json.loads(json.dumps(metrics))["objective/advantage_max"] == 0.5
+
+
+def test_an_advantage_that_sorts_the_lengths_changes_no_weight(package):
+    rollout = group([1.0, 0.0])
+    rollout.parts[0].tokens = Tokens.of([5, 6, 7, 9], [-1.0] * 4)
+    mine = recipe(loss={"kl_coef": 0.0, "advantage": "mine.parts:by_median_length"})
+    (tree,), _ = build_trees([rollout], mine)
+    assert [node.weight for node in tree.nodes[1:]] == [1 / 8, 1 / 4]
+
+
+@pytest.mark.parametrize("name", ["as_list", "as_tensor"])
+def test_baselines_may_be_lists_and_tensors(package, name):
+    mine = recipe(objective="dr_grpo", loss={"kl_coef": 0.0, "baseline": f"mine.parts:{name}"})
+    (tree,), _ = build_trees([group([1.0, 0.0])], mine)
+    assert [node.advantage.tolist() for node in tree.nodes[1:]] == [[0.75] * 2, [-0.25] * 2]
 
 
 def test_a_reader_and_a_grader_are_one_file_each(package):

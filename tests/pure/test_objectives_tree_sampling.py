@@ -84,3 +84,10 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
 def test_more_forks_than_tokens_fork_at_each_token():
     lengths = [len(step) for step in sampled(2, 9, None, 3, seed=4, order=0).parts]
     assert lengths == [1] * len(lengths)
+
+
+def test_of_a_tree_only_lines_without_an_end_count_as_cut():
+    """A part that forked has no finish reason, either."""
+    steps = [Part(Tokens.of([5, 6], -1.0), reason) for reason in (None, "stop", "length", None)]
+    metrics = KIND.harvest_metrics([kit.tree(PROMPT, 0, steps, [-1, 0, 0, -1])])
+    assert metrics["harvest/budget_fraction"] == metrics["harvest/truncated_fraction"] == 1 / 4

@@ -1,6 +1,7 @@
 """Log-probs, entropy and the loss against independent fp64 arithmetic."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -205,6 +206,38 @@ def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
     parts = [row(slice(0, 14)), row(slice(14, 14)), row(slice(14, 60))]
     assert reduce_metrics(parts) == pytest.approx(whole)
     assert 0 < whole["mismatch/rollout_rs_seq_masked_fraction"] < 1
+
+
+def test_rows_with_other_metrics_are_an_error_that_names_them():
+    def own(tokens):
+        long = {"loss/own/long": tokens.advantages} if len(tokens.advantages) > 3 else {}
+        return -tokens.log_ratio, long
+
+    objective = replace(lookup("grpo"), surrogate=own)
+    rows = [
+        policy_loss(**row(weights=weights), objective=objective, loss=LossRecipe())[1]
+        for weights in ([0.25, 0.25, 0.0, 0.5], [0.25] * 4)
+    ]
+    with pytest.raises(ValueError, match=r"the same metrics of all rows, found \{'loss/own/long'\} of some"):
+        reduce_metrics(rows)
+
+
+def test_a_surrogate_that_changes_what_it_gets_changes_no_penalty_and_no_other_metric():
+    def plain(tokens):
+        return -tokens.advantages * tokens.logprobs, {}
+
+    def changing(tokens):
+        losses = plain(tokens)
+        for values in (tokens.logprobs.detach(), tokens.old_logprobs, tokens.advantages, tokens.kept):
+            values.add_(5.0)
+        return losses
+
+    found = [
+        policy_loss(**row(old=None), objective=replace(lookup("grpo"), surrogate=own), loss=LossRecipe())
+        for own in (plain, changing)
+    ]
+    assert found[0][0] == found[1][0]
+    assert reduce_metrics([found[0][1]]) == reduce_metrics([found[1][1]])
 
 
 def test_a_sequences_importance_clamps_the_sum_of_its_log_ratios():

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.data.rows import Tally
@@ -321,6 +324,17 @@ def not_a_grader(reward):
 def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
     with pytest.raises(ValueError, match=message):
         graded(tmp_path, function)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), Decimal("0.5")])
+def test_a_grade_may_have_numbers_of_other_kinds(number):
+    """Records take Python's own alone, and so do logs."""
+    values: dict[str, Any] = {"reward": number, "answer": np.int64(42), "rewards": {"right": number}}
+    grade = Grade(verdict="scored", **values)
+    assert [grade, json.loads(json.dumps(asdict(grade)))] == [
+        Grade(0.5, "scored", answer="42", rewards={"right": 0.5}), asdict(grade)
+    ]  # fmt: skip
+    assert {type(value) for value in (grade.reward, *grade.rewards.values())} == {float}
 
 
 @pytest.mark.parametrize(("value", "message"), [
