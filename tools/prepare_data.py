@@ -24,6 +24,7 @@ from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.recipe import SourceRecipe
+from megatron_eqlen.recipe.load import explain
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,7 +48,10 @@ def main() -> None:
     console = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
     recipe_keys = ("reader", "path", "min_difficulty", "max_difficulty", "exclude")
-    source = SourceRecipe(name="prepared", **{key: getattr(args, key) for key in recipe_keys})
+    try:
+        source = SourceRecipe(name="prepared", **{key: getattr(args, key) for key in recipe_keys})
+    except ValueError as error:
+        raise SystemExit(f"error: {explain(error, SourceRecipe)}") from None
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     grader = MathGrader(args.workers, timeout=30.0)

@@ -52,6 +52,13 @@ def prepared(raw) -> Path:
     return out
 
 
+def test_a_reader_that_is_none_is_named_in_a_line(tmp_path, monkeypatch):
+    command = ["prepare_data.py", "--reader", "deepmth", "--path", "x", "--out", str(tmp_path / "x.parquet")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"^error: reader: .*'deepmth' \(nearest: 'deepmath'\)$"):
+        prepare_data.main()
+
+
 @pytest.fixture(scope="module")
 def grader():
     with contextlib.closing(MathGrader(workers=1)) as grader:
