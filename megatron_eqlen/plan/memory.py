@@ -82,10 +82,10 @@ class Memory:
 def memory(job: Job) -> Memory:
     """Return the memory plan of the job. Call ``check_layout`` first."""
     stages = trainer(job)
-    # The stage with the largest sum of parts decides, though another may have larger activations.
-    most = max(stages, key=lambda stage: stage.total)
     table = {phase.name: ("runtime", "communicators", *phase.parts) for phase in phases(job.recipe)}
-    return Memory(job, stages, most.activations, _parts(job, most), table)
+    needs = [Memory(job, stages, stage.activations, _parts(job, stage), table) for stage in stages]
+    # One stage has the most weights, another the most activations: the phases tell which needs most.
+    return max(needs, key=lambda need: (len(need.problems()), need.peak // 1e9, sum(need.phases.values())))
 
 
 def _parts(job: Job, rank: Trainer) -> dict[str, float]:

@@ -188,10 +188,6 @@ class Trainer:
         """Temporary memory: the maximum over a row's passes and the update."""
         return max(self.activations.peak, self.copied_gradients)
 
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.passing
-
 
 def trainer(job: Job) -> list[Trainer]:
     """Return the memory of one rank of each pipeline stage. Call ``check_layout`` first."""

@@ -136,6 +136,20 @@ def test_only_what_is_parked_leaves_the_gpu_while_the_engine_generates():
     assert len({need.phases["train"] for need in by_parking.values()}) == 1
 
 
+def test_a_stage_of_fewer_layers_with_more_rows_in_flight_decides_whether_the_recipe_fits():
+    """The other stage has more weights, and more of the optimizer's state, which is on the host."""
+    split = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.layers_per_stage=[30,34]"]
+    need = planned("qwen3_32b.yaml", *split, "packing.max_tokens_per_row=120000", "cluster.gpu_memory_gib=64")
+    of_stages = [
+        sum(need.parts[part] for part in ("runtime", "communicators", "sleeping_engine"))
+        + stage.weights + stage.gradients + stage.activations.peak
+        for stage in need.stages
+    ]  # fmt: skip
+    assert of_stages[0] > need.usable > of_stages[1]
+    assert need.phases["train"] == pytest.approx(of_stages[0])
+    assert [problem.partition(":")[0] for problem in need.problems()] == ["train"]
+
+
 def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
     """``request_memory`` requires its share of the GPU to be free, whatever size the KV cache is given."""
     for overrides in ((), ("rollout.kv_cache_gib=20",)):
