@@ -25,7 +25,6 @@ GB with the CUDA context, graphs and NCCL's buffers, of which the last two go to
 STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 
-
 QUANTIZED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 """Matrices that ``rollout.quantization`` quantizes, by the last part of their name in Megatron-Core."""
 BLOCK = 128
