@@ -135,7 +135,8 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
         yield f"{key} needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no min-p then"
     if drafts and device == "cpu":
         yield f"{key}: our sampler for CPUs takes no drafts"
-    if drafts and rollout.engine == "colocated" and (method := drafts.get("method")) not in WITHOUT_WEIGHTS:
+    method = drafts.get("method") if isinstance(drafts, dict) else None
+    if drafts and rollout.engine == "colocated" and method not in WITHOUT_WEIGHTS:
         expected = f"one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: colocated"
         lost = "the engine drops weights to sleep, and a sync brings those of the model alone"
         yield f"{key}.method: expected {expected}, found {shown(method)}: {lost}"
