@@ -201,10 +201,6 @@ def _graders(place: Place) -> set[str]:
     return {source.grader or source.reader for source in read}
 
 
-def _keeps_state_in_bfloat16(place: Place) -> bool:
-    return place.recipe is not None and place.recipe.optimizer.precision == "bfloat16"
-
-
 def _on_gpus(wanted: Package) -> Check:
     return Check(wanted.name, partial(package, wanted), needed=lambda place: False)
 
@@ -213,7 +209,10 @@ CHECKS = [
     Check("python", python),
     *(Check(wanted.name, partial(package, wanted)) for wanted in NEEDED),
     Check("inputs", inputs),
-    replace(_on_gpus(TRANSFORMER_ENGINE), needed=_keeps_state_in_bfloat16),
+    replace(
+        _on_gpus(TRANSFORMER_ENGINE),
+        needed=lambda place: place.recipe is not None and place.recipe.optimizer.precision == "bfloat16",
+    ),
     replace(_on_gpus(FLA), of_inputs=True),
     _on_gpus(APEX),
     Check("prompts", prompts, in_short=False, of_inputs=True),
