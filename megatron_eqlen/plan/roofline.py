@@ -28,7 +28,7 @@ ASSUMPTIONS = (
     f"assumed: {DENSE:.0%} of the peak FLOPs ({EXPERTS:.0%} with experts), {BANDWIDTH:.0%} of memory "
     f"bandwidth, {NETWORK:.0%} of",
     "the network; responses of rollout.max_response_length tokens; no graders, syncs, evaluations. NeMo-RL's",
-    "published steps on H100 take 1.0 to 1.4 times as long, with 235B 1.8 times. A run measures its time.",
+    "published steps on H100 take 1.0 to 1.4 times as long, with 235B 1.5 times. A run measures its time.",
 )
 
 

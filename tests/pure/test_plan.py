@@ -241,7 +241,7 @@ def test_a_step_of_the_roofline_is_a_count_by_hand():
     ("qwen3_32b_h100x32.yaml", 4, 4, (4, 4), 64, 3206, 376, (0.9, 1.1)),  # of v0.6
     ("qwen3_30b_a3b.yaml", 4, 4, (2, 1), 64, 3154, 225, (1.2, 1.4)),
     ("qwen3_30b_a3b.yaml", 4, 4, (2, 1), 64, 3154, 192, (1.0, 1.2)),  # of v0.6
-    ("qwen3_235b_a22b.yaml", 16, 8, (4, 4), 16, 5671, 506, (1.7, 1.9)),  # theirs: engines of 16, TP2 PP8
+    ("qwen3_235b_a22b.yaml", 16, 8, (4, 4), 16, 5671, 506, (1.4, 1.6)),  # theirs: engines of 16, TP2 PP8
 ])  # fmt: skip
 def test_published_steps_of_nemo_rl_take_about_as_long_as_the_roofline(
     file, nodes, engine, training, prompts, length, seconds, ratio
@@ -375,6 +375,21 @@ def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():
     need = planned("qwen3_32b.yaml", "rollout.kv_cache_gib=1")
     assert [problem.split(" are left")[0] for problem in need.problems()] == ["start: 1.1 GB"]
     assert planned("qwen3_32b.yaml").problems() == []
+
+
+def test_weights_and_cache_of_a_server_must_fit_on_gpus_like_the_trainers():
+    """Qwen3-Next has 160 GB of weights."""
+    parts = [
+        planned("qwen3_next_80b_servers.yaml", f"rollout.tensor_parallel={ranks}") for ranks in (1, 2, 4)
+    ]
+    assert [len(need.problems()) for need in parts] == [1, 1, 0]
+    assert (
+        parts[0].problems()[0].startswith("servers: -85.0 GB are left for the KV cache, and the longest path")
+    )
+    full = planned("qwen3_next_80b_servers.yaml", "rollout.gpu_memory_utilization=0.99")
+    assert full.problems() == [
+        "servers: vLLM wants 85.0 GB free (rollout.gpu_memory_utilization 0.99), found 84.4 GB"
+    ]
 
 
 def test_weights_are_sent_without_a_kv_cache_which_would_not_fit_beside_the_trainers_weights():
