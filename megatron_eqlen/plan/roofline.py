@@ -72,8 +72,8 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
     fit = engine.kv_cache(job) / engine.sequence_bytes(job, work.context)
     held = min(work.tracks / engines, rollout.max_num_seqs, fit)
-    least = rollout.max_response_length if work.generated else 0
-    # As many as the longest response has tokens, or more where not all fit at once.
+    least = work.share * rollout.max_response_length if work.generated else 0
+    # As many as the longest response has tokens in a step, or more where not all fit at once.
     steps = max(least, work.generated / (engines * max(held, 1.0)))
     batch = work.generated / (engines * steps) if steps else 0.0
     compute = EXPERTS if model.experts else DENSE

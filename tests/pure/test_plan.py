@@ -219,6 +219,19 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
     assert tree.context == pytest.approx(256 + (200 * 50 + 3600 * 550) / 3800)
 
 
+def test_a_step_of_at_most_so_many_tokens_generates_and_trains_no_more():
+    """``qwen3_32b_carry_over.yaml`` takes a quarter of what the recipe that it extends can generate."""
+    whole, part = (load(ROOT / f"recipes/qwen3_32b_{name}.yaml") for name in ("h100x32", "carry_over"))
+    works = [workload(recipe) for recipe in (whole, part)]
+    assert (works[0].generated, works[1].generated) == (64 * 16 * 32768, part.rollout.tokens_per_step)
+    assert works[1].trained == works[0].trained / 4
+    times = [rooflines(Job(recipe), work)[-1] for recipe, work in zip((whole, part), works, strict=True)]
+    assert times[1].decode_steps == pytest.approx(times[0].decode_steps / 4)
+    assert times[1].seconds == pytest.approx(times[0].seconds / 4, rel=0.01)
+    enough = h100("qwen3_32b_h100x32.yaml", "rollout.tokens_per_step=100000000", "cluster.nodes=512")
+    assert enough == h100("qwen3_32b_h100x32.yaml", "cluster.nodes=512")
+
+
 def test_a_step_of_the_roofline_is_a_count_by_hand():
     """Qwen3-8B, 8 engines: 1,024 tracks of 32,768 tokens; KV cache of 147,456 bytes a token."""
     time = h100("qwen3_8b.yaml", "rollout.tensor_parallel=1", "data.max_prompt_length=2048")
