@@ -209,7 +209,10 @@ CHECKS = [
     Check("python", python),
     *(Check(wanted.name, partial(package, wanted)) for wanted in NEEDED),
     Check("inputs", inputs),
-    _on_gpus(TRANSFORMER_ENGINE),
+    replace(
+        _on_gpus(TRANSFORMER_ENGINE),
+        needed=lambda place: place.recipe is not None and place.recipe.optimizer.precision == "bfloat16",
+    ),
     replace(_on_gpus(FLA), of_inputs=True),
     _on_gpus(APEX),
     Check("prompts", prompts, in_short=False, of_inputs=True),

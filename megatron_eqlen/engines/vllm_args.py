@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any, cast
+from typing import Any
 
 from vllm.platforms import current_platform
 
@@ -25,8 +24,6 @@ STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantiz
 """Keys of ``rollout`` that an engine must be started with, to use them."""
 FUNCTION = "function"
 """Key beside these: what the engine computes (``contents.function``)."""
-WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
-"""Methods of speculation whose drafts need no weights."""
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
@@ -71,8 +68,8 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         }
     else:
         args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
-    if drafts := rollout.vllm.get("speculative_config"):
-        _check_speculation(rollout, cast(Mapping[str, Any], drafts))
+    if "speculative_config" in rollout.vllm and not STOCK:
+        raise ValueError("rollout.vllm.speculative_config: expected a GPU, found a CPU, without drafts")
     if rollout.quantization:
         args |= _quantization_args(model)
     if rollout.batch_invariant:
@@ -104,17 +101,6 @@ def _cuda_home() -> dict[str, str]:
     homes = [str(nvcc.parents[1]) for folder in folders for nvcc in Path(folder).glob("cu*/bin/nvcc")]
     sampler = os.environ.get(FLASHINFER_SAMPLER, "0")
     return {"CUDA_HOME": homes[0], FLASHINFER_SAMPLER: sampler} if homes else {}
-
-
-def _check_speculation(rollout: RolloutRecipe, drafts: Mapping[str, Any]) -> None:
-    key = "rollout.vllm.speculative_config"
-    if not STOCK:
-        raise ValueError(f"{key}: expected a GPU, found a CPU, where our sampler takes no drafts")
-    if rollout.engine == "colocated" and (method := drafts.get("method")) not in WITHOUT_WEIGHTS:
-        raise ValueError(
-            f"{key}.method: expected one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: colocated, "
-            f"found {method!r}: the engine drops weights to sleep, and a sync brings those of the model alone"
-        )
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:

@@ -55,7 +55,7 @@ TRANSFORMER_ENGINE = Package(
     "transformer_engine",
     ("transformer-engine",),
     "fused layers and optimizer on GPUs, grouped matrix products of experts",
-    without="Layers and optimizer are plain torch, slower",
+    without="Layers and optimizer are plain torch, slower; optimizer.precision: bfloat16 needs it",
     modules=("transformer_engine.pytorch",),
 )
 FLA = Package(

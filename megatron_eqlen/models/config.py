@@ -50,7 +50,7 @@ def transformer_config(
         fields |= {f"linear_{name}": size for name, size in vars(net).items() if name != "layers"}
     try:
         config = TransformerConfig(**fields | overrides)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:
         raise ValueError(f"model.megatron: {overrides}: Megatron-Core refuses it: {error}") from error
     if (rope := scaled_rope(model)) is not None:
         set_attention_factor(config, rope[1])

@@ -25,10 +25,10 @@ GB with the CUDA context, graphs and NCCL's buffers, of which the last two go to
 STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 
-
 QUANTIZED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 """Matrices that ``rollout.quantization`` quantizes, by the last part of their name in Megatron-Core."""
-QUANTIZED_BYTES = 1 + 4 / 128**2
+BLOCK = 128
+QUANTIZED_BYTES = 1 + 4 / BLOCK**2
 """Bytes of a weight in fp8, with a float32 scale for each block of 128 x 128."""
 
 
@@ -38,8 +38,11 @@ def weights(job: Job) -> float:
     ranks, each = rollout.tensor_parallel, BYTES[job.recipe.model.dtype]
     if not rollout.quantization:
         return parameters(model, ranks) * each
-    quantized = parameters(model, ranks, QUANTIZED)
-    return quantized * QUANTIZED_BYTES + (parameters(model, ranks) - quantized) * each
+    quantized, padding = parameters(model, ranks, QUANTIZED), 0
+    if experts := model.experts:  # a rank's part of each expert is padded to whole blocks
+        missing = -(experts.moe_intermediate_size // ranks) % BLOCK
+        padding = sum(experts.layers) * experts.num_experts * 3 * model.hidden_size * missing
+    return (quantized + padding) * QUANTIZED_BYTES + (parameters(model, ranks) - quantized) * each
 
 
 @cache

@@ -41,9 +41,10 @@ GPUS = (
 def gpu_named(device: str | None) -> Gpu | None:
     """Return the GPU with this device name (``NVIDIA H100 80GB HBM3``); None for unknown GPUs and for slower
     cards of the same name (``NVIDIA H100 PCIe``, ``NVIDIA H100 NVL``)."""
-    if not device or any(card in device.upper() for card in ("PCIE", "NVL")):
+    if not device or any(card in device.upper() for card in ("PCIE", "NVL", "4090 D", "LAPTOP")):
         return None
-    return next((gpu for gpu in GPUS if gpu.name in device), None)
+    # Whole words: an RTX A1000 is no A100.
+    return next((gpu for gpu in GPUS if f" {gpu.name} " in f" {device.replace('-', ' ')} "), None)
 
 
 @cache

@@ -49,12 +49,11 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
     # So far for one rank; what follows is for the node.
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(job, rank)
-    sharing = recipe.parallel.tensor
-    copies = 1 + sharing * recipe.parallel.pipeline  # graded on one rank, trained on these
-    parts["rollouts"] = copies * (work.generated + work.given) * token_bytes(recipe.rollout) / cluster.nodes
+    tokens = (work.generated + work.given) / work.share / cluster.nodes  # those that are carried over, too
+    copies = 1 + recipe.parallel.tensor * recipe.parallel.pipeline  # graded on one rank, trained on these
+    parts["rollouts"] = copies * tokens * token_bytes(recipe.rollout)
     if recipe.rollout.keep_routes:  # each stage keeps its own layers' routes
-        routes = (work.generated + work.given) * route_bytes(job.model)
-        parts["routes"] = (1 + sharing) * routes / cluster.nodes
+        parts["routes"] = (1 + recipe.parallel.tensor) * tokens * route_bytes(job.model)
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
 

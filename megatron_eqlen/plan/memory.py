@@ -51,21 +51,21 @@ class Memory:
         return max(self.phases.values())
 
     def problems(self) -> list[str]:
-        """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU."""
-        if self.job.recipe.cluster.device == "cpu":
+        """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU. ``servers: ...``:
+        of vLLM servers on GPUs like the trainer's."""
+        if (recipe := self.job.recipe).cluster.device == "cpu":
             return []
-        problems = [
-            f"{phase}: {_gb(need)} of {_gb(self.usable)} usable"
-            for phase, need in self.phases.items()
-            if need > self.usable
-        ]
-        if self.job.recipe.colocated:
-            problems += (f"start: {text}" for text in self._engine_problems())
+        over = {phase: need for phase, need in self.phases.items() if need > self.usable}
+        problems = [f"{phase}: {_gb(need)} of {_gb(self.usable)} usable" for phase, need in over.items()]
+        if recipe.generates:
+            where = "start" if recipe.colocated else "servers"
+            problems += (f"{where}: {text}" for text in self._engine_problems())
         return problems
 
     def _engine_problems(self) -> Iterator[str]:
-        # What is on the GPU when vLLM starts.
-        beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
+        # What is on the GPU when vLLM starts: the trainer's parts, if it is there.
+        there = self.table["start"] if self.job.recipe.colocated else ("runtime",)
+        beside = sum(self.parts[part] for part in there if part not in ("engine", "kv_cache"))
         wanted, free = engine.requested(self.job.recipe), self.total - beside
         if wanted > free:
             share = self.job.recipe.rollout.gpu_memory_utilization
@@ -82,10 +82,10 @@ class Memory:
 def memory(job: Job) -> Memory:
     """Return the memory plan of the job. Call ``check_layout`` first."""
     stages = trainer(job)
-    # The stage with the largest sum of parts decides, though another may have larger activations.
-    most = max(stages, key=lambda stage: stage.total)
     table = {phase.name: ("runtime", "communicators", *phase.parts) for phase in phases(job.recipe)}
-    return Memory(job, stages, most.activations, _parts(job, most), table)
+    needs = [Memory(job, stages, stage.activations, _parts(job, stage), table) for stage in stages]
+    # One stage has the most weights, another the most activations: the phases tell which needs most.
+    return max(needs, key=lambda need: (len(need.problems()), need.peak // 1e9, sum(need.phases.values())))
 
 
 def _parts(job: Job, rank: Trainer) -> dict[str, float]:

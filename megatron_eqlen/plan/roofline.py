@@ -28,7 +28,7 @@ ASSUMPTIONS = (
     f"assumed: {DENSE:.0%} of the peak FLOPs ({EXPERTS:.0%} with experts), {BANDWIDTH:.0%} of memory "
     f"bandwidth, {NETWORK:.0%} of",
     "the network; responses of rollout.max_response_length tokens; no graders, syncs, evaluations. NeMo-RL's",
-    "published steps on H100 take 1.0 to 1.4 times as long, with 235B 1.8 times. A run measures its time.",
+    "published steps on H100 take 1.0 to 1.4 times as long, with 235B 1.5 times. A run measures its time.",
 )
 
 
@@ -72,8 +72,8 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
     fit = engine.kv_cache(job) / engine.sequence_bytes(job, work.context)
     held = min(work.tracks / engines, rollout.max_num_seqs, fit)
-    least = rollout.max_response_length if work.generated else 0
-    # As many as the longest response has tokens, or more where not all fit at once.
+    least = work.share * rollout.max_response_length if work.generated else 0
+    # As many as the longest response has tokens in a step, or more where not all fit at once.
     steps = max(least, work.generated / (engines * max(held, 1.0)))
     batch = work.generated / (engines * steps) if steps else 0.0
     compute = EXPERTS if model.experts else DENSE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.plan.host import PROCESS, export_bytes, host_parts
@@ -18,7 +17,7 @@ def train_options(job: Job, job_name: str) -> list[str]:
     return [
         f"--job-name={job_name}",
         f"--nodes={cluster.nodes}",
-        *_of_gpus(job, f"--gpus-per-node={cluster.processes_per_node}", trainer_bytes),
+        *_of_gpus(job, f"--gpus-per-node={cluster.processes_per_node}", trainer_bytes(job)),
         f"--cpus-per-task={cluster.processes_per_node * cluster.cpus_per_process}",
         f"--time={cluster.time}",
     ]
@@ -32,12 +31,11 @@ def train_environment(cluster: ClusterRecipe) -> dict[str, str]:
 def server_options(job: Job, job_name: str, nodes: int) -> list[str]:
     """Return sbatch's options for nodes like the trainer's full of vLLM servers, one task a server."""
     gpus, cluster = job.recipe.rollout.tensor_parallel, job.recipe.cluster
-    needs = lambda job: cluster.processes_per_node * PROCESS + export_bytes(job)  # noqa: E731
     return [
         f"--job-name={job_name}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={replicas_on_node(job.recipe)}",
-        *_of_gpus(job, f"--gpus-per-task={gpus}", needs),
+        *_of_gpus(job, f"--gpus-per-task={gpus}", cluster.processes_per_node * PROCESS + export_bytes(job)),
         f"--cpus-per-task={gpus * cluster.cpus_per_process}",
         f"--time={cluster.time}",
     ]
@@ -52,11 +50,11 @@ def replicas_on_node(recipe: Recipe) -> int:
     return here // each
 
 
-def _of_gpus(job: Job, gpus: str, host_bytes: Callable[[Job], float]) -> list[str]:
+def _of_gpus(job: Job, gpus: str, host_bytes: float) -> list[str]:
     """Return the options for GPUs and planned host memory; none on CPUs: the partition's default applies."""
     if job.recipe.cluster.device == "cpu":
         return []
-    return [gpus, f"--mem={math.ceil(host_bytes(job) / 2**30)}G"]
+    return [gpus, f"--mem={math.ceil(host_bytes / 2**30)}G"]
 
 
 def trainer_bytes(job: Job) -> float:

@@ -165,9 +165,8 @@ def _lies_in(piece: _Piece, model: ModelConfig, layers: range) -> bool:
 
 
 def _local(piece: _Piece, parallel: ParallelRecipe) -> int:
-    if not piece.divided:
-        return piece.elements
-    return piece.elements // (parallel.expert_tensor if piece.experts else parallel.tensor)
+    ranks = parallel.expert_tensor if piece.experts else parallel.tensor
+    return piece.elements // ranks if piece.divided else piece.elements
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,6 @@ class Trainer:
     def passing(self) -> float:
         """Temporary memory: the maximum over a row's passes and the update."""
         return max(self.activations.peak, self.copied_gradients)
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.passing
 
 
 def trainer(job: Job) -> list[Trainer]:

@@ -21,6 +21,8 @@ class Workload:
     """Mean number of tokens that a token sees."""
     given: float = 0.0
     """Tokens of all rollouts that environments give."""
+    share: float = 1.0
+    """Part of the tokens of whole rollouts that ``rollout.tokens_per_step`` leaves a step."""
 
 
 def workload(recipe: Recipe) -> Workload:
@@ -34,14 +36,16 @@ def workload(recipe: Recipe) -> Workload:
     # ``stretch``: tokens of a response, given ones included, for each generated one.
     spans, stretch = _spans(recipe), recipe.longest_response / recipe.rollout.max_response_length
     generated = sum(tracks * (end - start) for tracks, start, end in spans)
+    share = min(1.0, (recipe.rollout.tokens_per_step or prompts * generated) / (prompts * generated))
     # A token in the middle of its span sees the prompt and what comes before, given tokens included.
     seen = sum(n * (end - start) * (prompt + stretch * (start + end) / 2) for n, start, end in spans)
     return Workload(
         tracks=prompts * max(tracks for tracks, _, _ in spans),
-        generated=prompts * generated,
-        trained=prompts * (stretch * generated + recipe.rollouts_per_prompt * prompt),
+        generated=share * prompts * generated,
+        trained=share * prompts * (stretch * generated + recipe.rollouts_per_prompt * prompt),
         context=seen / generated,
-        given=prompts * (stretch - 1) * generated,
+        given=share * prompts * (stretch - 1) * generated,
+        share=share,
     )
 
 

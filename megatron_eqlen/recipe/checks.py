@@ -14,9 +14,14 @@ from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
+"""vLLM's methods of speculation whose drafts need no weights."""
+
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
+    check_options("model.megatron", recipe.model.megatron)
+    check_options("rollout.vllm", recipe.rollout.vllm)
     for rules in (_of_run, _of_engine, _of_evaluation, _of_teacher):
         for problem in rules(recipe):
             raise ValueError(problem)
@@ -24,8 +29,6 @@ def check(recipe: Recipe) -> None:
     _check_plugins(recipe)
     for problem in _of_supervised(recipe) if recipe.supervised else ():
         raise ValueError(problem)
-    check_options("model.megatron", recipe.model.megatron)
-    check_options("rollout.vllm", recipe.rollout.vllm)
 
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:
@@ -127,11 +130,16 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
         found = f"a colocated engine of {rollout.tensor_parallel} GPUs, of which vLLM gives one the routes"
         needs = "rollout.engine: server or rollout.tensor_parallel: 1"
         yield f"rollout.keep_routes: true needs {needs}, found {found}"
-    if (drafts := "speculative_config" in rollout.vllm) and rollout.min_p > 0:
-        found = f"{rollout.min_p:g}: vLLM has no min-p then"
-        yield f"rollout.vllm.speculative_config needs rollout.min_p: 0, found {found}"
+    drafts, key = rollout.vllm.get("speculative_config"), "rollout.vllm.speculative_config"
+    if drafts and rollout.min_p > 0:
+        yield f"{key} needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no min-p then"
     if drafts and device == "cpu":
-        yield "rollout.vllm.speculative_config: our sampler for CPUs takes no drafts"
+        yield f"{key}: our sampler for CPUs takes no drafts"
+    method = drafts.get("method") if isinstance(drafts, dict) else None
+    if drafts and rollout.engine == "colocated" and method not in WITHOUT_WEIGHTS:
+        expected = f"one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: colocated"
+        lost = "the engine drops weights to sleep, and a sync brings those of the model alone"
+        yield f"{key}.method: expected {expected}, found {shown(method)}: {lost}"
 
 
 def _of_evaluation(recipe: Recipe) -> Iterator[str]:

@@ -31,7 +31,7 @@ VLLM = (("vllm", "engine/arg_utils.py", "EngineArgs"),)
 REFUSED = {
     "model.megatron": {
         r".*(parallel|pipeline|microbatch|p2p|gtp_|seqlen_per).*|.*num_weight_shards": "`parallel` says it",
-        r"params_dtype|bf16|fp16|.*autocast.*|fp[48].*": "`model.dtype` says it",
+        r"params_dtype|bf16|fp16|.*autocast.*|fp[48].*|quant_recipe|.*kitchen.*": "`model.dtype` says it",
         r"recompute_.*|moe_layer_recompute": "`parallel.recompute` says it",
         r"grad_reduce_in_fp32": "`optimizer.grad_dtype` says it",
         r"moe_router_fusion": "its kernel chooses experts itself, also where they are given",
@@ -39,7 +39,8 @@ REFUSED = {
         r"num_(layers|attention_heads|query_groups|moe_experts)|(moe_)?(ffn_)?hidden_size|kv_channels|norm.*"
         r"|layernorm.*|qk_.*|.*bias.*(?<!_fusion)|gated.*|activation_func.*|window.*|rotary.*|softmax.*"
         r"|attention_output_gate|linear_.*|experimental.*|moe_ffn.*|moe_layer.*|moe_shared_expert_(inter|gate).*"
-        r"|moe_router_(topk|pre|score|num|group|enable|force).*|no_rope.*|use_mup|mup_.*|multi_latent.*": (
+        r"|moe_router_(topk|pre|score|num|group|enable|force).*|no_rope.*|use_mup|mup_.*|multi_latent.*"
+        r"|apply_(query|residual).*|glu_.*|.*glu_interleave.*|mrope.*|moe_(apply|latent).*": (
             "the model's config.json says it"
         ),
         r".*dropout|moe_input_jitter_eps|moe_(token_drop|expert_capacity|expert_rank|pad_expert).*": (
@@ -50,6 +51,8 @@ REFUSED = {
         ),
         r"cross_entropy_.*|masked_softmax_fusion": "attention and loss are not Megatron's",
         r"tp_comm_.*": "nothing makes its buffers",
+        r".*cuda_graph.*": "rows differ in length",
+        r"dsa_.*|.*mamba.*|.*inference.*|flash_decode|is_hybrid.*|.*prefill": "training reads nothing of it",
         r"perform_initialization|variable_seq_lengths|use_cpu_.*|.*_func|.*init_method.*|init_model.*|transformer_impl|moe_enable_routing.*"
         r"|hetereogenous.*|heterogeneous.*|cpu_offloading.*|use_distributed_optimizer|average_in_collective|.*fsdp.*"
         r"|overlap_param_gather|align_param_gather|num_distributed_optimizer_instances|check_for_.*|reuse_grad.*"
@@ -60,14 +63,15 @@ REFUSED = {
         r"|dtype|seed|max_model_len|hf_overrides": "`model` and the lengths of `data` and `rollout` say it",
         r"max_num_seqs|block_size|gpu_memory_utilization|kv_cache_memory_bytes"
         r"|quantization|quantization_config|spec_.*|tensor_parallel_size": "`rollout` has a key for it",
-        r"logprobs_mode|.*generation_config|return_sampling_mask|enable_return_routed_experts|logits_processors"
-        r"|reasoning_.*|structured_outputs_config|watermark.*|diffusion_config|disable_cascade_attn": (
+        r"(max_)?logprobs.*|.*generation_config|return_sampling_mask|enable_return_routed_experts|logits_processors"
+        r"|reasoning_.*|structured_out.*|watermark.*|diffusion.*|disable_cascade_attn|.*stochastic.*": (
             "what is sampled must be what is trained"
         ),
         r"enable_prefix_caching": "forks reuse their prefix",
+        r"kv_(transfer|offloading).*": "what other weights have cached there would outlive a weight sync",
         r"worker_cls|scheduler_cls|worker_extension_cls|additional_config|weight_transfer_config|enable_sleep_mode"
         r"|distributed_executor_backend|enable_lora|.*(data|pipeline|context)_parallel.*|nnodes|node_rank|master_.*"
-        r"|cpu_offload.*|runner|convert|tokens_only|use_tqdm_on_load|_.*": "weight syncs and sleep need ours",
+        r"|(cpu_)?offload_.*|runner|convert|tokens_only|use_tqdm.*|_.*": "weight syncs and sleep need ours",
     },
 }  # fmt: skip
 """By key: patterns of names, and why they are refused."""

@@ -116,3 +116,25 @@ def test_vllm_asks_for_the_same_share_of_the_gpu():
         problems = memory(Job(changed)).problems()
         refused = any("vLLM wants" in problem for problem in problems)
         assert asks(utilization, need.total - held) == (not refused), utilization
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_in_fp8_a_part_of_an_expert_is_as_wide_as_vllm_pads_it(ranks):
+    """Qwen3-235B-A22B: 94 layers of 128 experts, hidden size 4096, width 1536."""
+    with importing_vllm():
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+        from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
+
+    method = object.__new__(Fp8PerBlockOnlineMoEMethod)
+    method.weight_block_size = [128, 128]
+    alone = FusedMoEParallelConfig.make_no_parallel()
+    _, width = method.maybe_roundup_sizes(4096, 1536 // ranks, torch.bfloat16, alone)
+    assert (width > 1536 // ranks) == (ranks == 8)
+    plain, fp8 = (
+        Job(load(ROOT / "recipes/qwen3_235b_a22b.yaml", [f"rollout.tensor_parallel={ranks}", *more]))
+        for more in (["rollout.quantization=null"], [])
+    )
+    attention = 94 * 4096 * (2 * 64 + 2 * max(4, ranks)) * 128 / ranks
+    experts = 94 * 128 * 3 * 4096
+    saved = 2 * (attention + experts * 1536 // ranks) - (attention + experts * width) * (1 + 4 / 128**2)
+    assert engine.weights(plain) - engine.weights(fp8) == pytest.approx(saved, rel=1e-6)

@@ -166,6 +166,12 @@ def test_a_package_is_there_absent_or_broken(anywhere, monkeypatch, installed, f
     assert (told.state, told.todo) == (state, "" if state == "ok" else packages.TRANSFORMER_ENGINE.without)
 
 
+def test_transformer_engine_is_needed_where_the_optimizers_state_is_in_bfloat16(large):
+    (item,) = [item for item in CHECKS if item.name == "transformer_engine"]
+    precise = ("optimizer.offload=false", "optimizer.precision=bfloat16")
+    assert (item.needed(large), item.needed(with_recipe(large, *precise))) == (False, True)
+
+
 def test_fla_is_only_looked_for_where_the_model_has_what_it_computes(large):
     assert software.package(packages.FLA, large) is None
     hybrid = Place(Job(load(ROOT / "recipes/qwen3_next_80b.yaml")), large.folder, short=True)

@@ -48,7 +48,7 @@ def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
     assert found["train/tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 9e5 / 80)
     assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 3e6 / 80)
     assert found["harvest/tokens_per_gpu_second"] == pytest.approx(8e5 / 160)
-    for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3060"):
+    for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA RTX A1000", "RTX 4090 D"):
         assert "train/mfu" not in achieved(Job(recipe), step, unknown)
 
 

@@ -136,6 +136,20 @@ def test_only_what_is_parked_leaves_the_gpu_while_the_engine_generates():
     assert len({need.phases["train"] for need in by_parking.values()}) == 1
 
 
+def test_a_stage_of_fewer_layers_with_more_rows_in_flight_decides_whether_the_recipe_fits():
+    """The other stage has more weights, and more of the optimizer's state, which is on the host."""
+    split = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.layers_per_stage=[30,34]"]
+    need = planned("qwen3_32b.yaml", *split, "packing.max_tokens_per_row=120000", "cluster.gpu_memory_gib=64")
+    of_stages = [
+        sum(need.parts[part] for part in ("runtime", "communicators", "sleeping_engine"))
+        + stage.weights + stage.gradients + stage.activations.peak
+        for stage in need.stages
+    ]  # fmt: skip
+    assert of_stages[0] > need.usable > of_stages[1]
+    assert need.phases["train"] == pytest.approx(of_stages[0])
+    assert [problem.partition(":")[0] for problem in need.problems()] == ["train"]
+
+
 def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
     """``request_memory`` requires its share of the GPU to be free, whatever size the KV cache is given."""
     for overrides in ((), ("rollout.kv_cache_gib=20",)):
@@ -205,6 +219,19 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
     assert tree.context == pytest.approx(256 + (200 * 50 + 3600 * 550) / 3800)
 
 
+def test_a_step_of_at_most_so_many_tokens_generates_and_trains_no_more():
+    """``qwen3_32b_carry_over.yaml`` takes a quarter of what the recipe that it extends can generate."""
+    whole, part = (load(ROOT / f"recipes/qwen3_32b_{name}.yaml") for name in ("h100x32", "carry_over"))
+    works = [workload(recipe) for recipe in (whole, part)]
+    assert (works[0].generated, works[1].generated) == (64 * 16 * 32768, part.rollout.tokens_per_step)
+    assert works[1].trained == works[0].trained / 4
+    times = [rooflines(Job(recipe), work)[-1] for recipe, work in zip((whole, part), works, strict=True)]
+    assert times[1].decode_steps == pytest.approx(times[0].decode_steps / 4)
+    assert times[1].seconds == pytest.approx(times[0].seconds / 4, rel=0.01)
+    enough = h100("qwen3_32b_h100x32.yaml", "rollout.tokens_per_step=100000000", "cluster.nodes=512")
+    assert enough == h100("qwen3_32b_h100x32.yaml", "cluster.nodes=512")
+
+
 def test_a_step_of_the_roofline_is_a_count_by_hand():
     """Qwen3-8B, 8 engines: 1,024 tracks of 32,768 tokens; KV cache of 147,456 bytes a token."""
     time = h100("qwen3_8b.yaml", "rollout.tensor_parallel=1", "data.max_prompt_length=2048")
@@ -227,7 +254,7 @@ def test_a_step_of_the_roofline_is_a_count_by_hand():
     ("qwen3_32b_h100x32.yaml", 4, 4, (4, 4), 64, 3206, 376, (0.9, 1.1)),  # of v0.6
     ("qwen3_30b_a3b.yaml", 4, 4, (2, 1), 64, 3154, 225, (1.2, 1.4)),
     ("qwen3_30b_a3b.yaml", 4, 4, (2, 1), 64, 3154, 192, (1.0, 1.2)),  # of v0.6
-    ("qwen3_235b_a22b.yaml", 16, 8, (4, 4), 16, 5671, 506, (1.7, 1.9)),  # theirs: engines of 16, TP2 PP8
+    ("qwen3_235b_a22b.yaml", 16, 8, (4, 4), 16, 5671, 506, (1.4, 1.6)),  # theirs: engines of 16, TP2 PP8
 ])  # fmt: skip
 def test_published_steps_of_nemo_rl_take_about_as_long_as_the_roofline(
     file, nodes, engine, training, prompts, length, seconds, ratio
@@ -361,6 +388,21 @@ def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():
     need = planned("qwen3_32b.yaml", "rollout.kv_cache_gib=1")
     assert [problem.split(" are left")[0] for problem in need.problems()] == ["start: 1.1 GB"]
     assert planned("qwen3_32b.yaml").problems() == []
+
+
+def test_weights_and_cache_of_a_server_must_fit_on_gpus_like_the_trainers():
+    """Qwen3-Next has 160 GB of weights."""
+    parts = [
+        planned("qwen3_next_80b_servers.yaml", f"rollout.tensor_parallel={ranks}") for ranks in (1, 2, 4)
+    ]
+    assert [len(need.problems()) for need in parts] == [1, 1, 0]
+    assert (
+        parts[0].problems()[0].startswith("servers: -85.0 GB are left for the KV cache, and the longest path")
+    )
+    full = planned("qwen3_next_80b_servers.yaml", "rollout.gpu_memory_utilization=0.99")
+    assert full.problems() == [
+        "servers: vLLM wants 85.0 GB free (rollout.gpu_memory_utilization 0.99), found 84.4 GB"
+    ]
 
 
 def test_weights_are_sent_without_a_kv_cache_which_would_not_fit_beside_the_trainers_weights():

@@ -83,6 +83,12 @@ MISTAKES = [
     ("model.megatron.attention_backend=fused", "attention_backend: expected flash, with cluster.device: gpu"),
     ("model.megatron.hidden_size=3", "hidden_size: refused: the model's config.json says it"),
     ("model.megatron.no_rope_freq=[0,1]", "no_rope_freq: refused: the model's config.json says it"),
+    ("model.megatron.glu_linear_offset=0.5", "refused: the model's config.json says it"),
+    ("model.megatron.moe_mlp_glu_interleave_size=32", "refused: the model's config.json says it"),
+    ("model.megatron.moe_apply_probs_on_input=true", "refused: the model's config.json says it"),
+    ("model.megatron.apply_query_key_layer_scaling=true", "refused: the model's config.json says it"),
+    ("model.megatron.cuda_graph_impl=local", "cuda_graph_impl: refused: rows differ in length"),
+    ("model.megatron.flash_decode=true", "flash_decode: refused: training reads nothing of it"),
     ("model.megatron.attention_dropout=0.1", "refused: a token's log-prob must not depend on chance"),
     ("model.megatron.tp_comm_overlap=true", "tp_comm_overlap: refused: nothing makes its buffers"),
     ("model.megatron.cross_entropy_loss_fusion=true", "refused: attention and loss are not Megatron's"),
@@ -90,6 +96,9 @@ MISTAKES = [
     ("rollout.vllm.async_schedulin=true", "the engine has no such option (nearest: 'async_scheduling')"),
     ("rollout.vllm.max_num_seqs=3", "rollout.vllm.max_num_seqs: refused: `rollout` has a key for it"),
     ("rollout.vllm.generation_config=auto", "refused: what is sampled must be what is trained"),
+    ("rollout.vllm.enable_mamba_cache_stochastic_rounding=true", "refused: what is sampled must be what is"),
+    ("rollout.vllm.kv_transfer_config={kv_connector: A}", "cached there would outlive a weight sync"),
+    ("rollout.vllm.kv_offloading_size=1", "kv_offloading_size: refused: what other weights have cached"),
     ("packing.max_tokens_per_row=150", "prompt_length 100 + rollout.max_response_length 100 = 200"),
     ("parallel.tensor=3", "tensor 3 x pipeline 1 = 3 does not divide the 1 processes (cluster"),
     ("equal_length.prefix_in_gradient=true", "acts only with packing.layout: expanded"),
@@ -106,6 +115,8 @@ MISTAKES = [
     ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
     ("rollout.vllm.speculative_config.method=mtp cluster.device=cpu", "our sampler for CPUs takes no drafts"),
     ("rollout.vllm.speculative_config.method=mtp rollout.min_p=0.1", "needs rollout.min_p: 0, found 0.1"),
+    ("rollout.vllm.speculative_config.method=mtp", "expected one of ngram, ngram_gpu with rollout.engine"),
+    ("rollout.vllm.speculative_config.model=a", "speculative_config.method: expected one of ngram, ngram_"),
     ("rollout.keep_routes=true rollout.tensor_parallel=2", "found a colocated engine of 2 GPUs"),
     (SERVED + "rollout.servers=[http://a] rollout.park_trainer=all", "all acts only with rollout.engine:"),
     (SERVED + "rollout.servers=[notaurl]", "rollout.servers.0: expected http://HOST:PORT, found 'notaurl'"),
@@ -658,7 +669,7 @@ def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_run
 
     assert stored(went["was"]) == small()
     if new := re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"]):
-        values = {"false": True, "8192": 4096, "alltoall": "allgather", "{}": {"method": "mtp"}}
+        values = {"false": True, "8192": 4096, "alltoall": "allgather", "{}": {"method": "ngram"}}
         value = values.get(str(went["was"]).lower(), 0.5)
         assert getattr(getattr(stored(value), new[1]), new[2]) == {new[3]: value}
     elif key not in map(".".join, all_keys()):

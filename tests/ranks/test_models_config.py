@@ -216,6 +216,13 @@ def test_llama3_scaling_is_that_of_transformers_to_the_bit(factor):
     assert ours[1] == attention_factor == 1
 
 
+@pytest.mark.parametrize("option", ["moe_enable_deepep", "delay_wgrad_compute"])
+def test_an_option_that_megatron_refuses_is_an_error_that_names_the_key(option):
+    model = parse_config(tiny_config("qwen3_moe").to_dict(), "config")
+    with pytest.raises(ValueError, match=rf"model.megatron: .*{option}.*: Megatron-Core refuses it: "):
+        transformer_config(model, ParallelRecipe(), torch.bfloat16, **{option: True})
+
+
 YARN_REFUSED = {
     "factor": (None, "expected float, found None"),
     "original_max_position_embeddings": (None, "expected int, found None"),
