@@ -233,11 +233,11 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
     # tokens that another distribution sampled than the one that is trained
     corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
     corrected = corrected or rollout.center_scores
+    rounded, cached = rollout.quantization, str(rollout.vllm.get("kv_cache_dtype", "auto"))
     causes = {
         f"{older} trains tokens that older weights sampled": rollout.trains_older,
-        f"rollout.quantization: {rollout.quantization} trains tokens that rounded weights sampled": (
-            rollout.quantization
-        ),
+        f"rollout.quantization: {rounded} trains tokens that rounded weights sampled": rounded,
+        f"rollout.vllm.kv_cache_dtype: {cached} samples by rounded keys": cached not in ("auto", "bfloat16"),
     }
     for cause in (cause for cause, acts in causes.items() if acts and not corrected):
         yield (

@@ -151,6 +151,7 @@ MISTAKES = [
     ("rollout.keep_sampling_mask=true objective=rloo loss.old_logprobs=rollout",
      "acts only in an importance ratio, and objective: rloo"),
     ("rollout.quantization=fp8", "fp8 trains tokens that rounded weights sampled, and nothing"),
+    ("rollout.vllm.kv_cache_dtype=fp8", "kv_cache_dtype: fp8 samples by rounded keys, and nothing"),
     ("data={}", "missing key 'data.sources'"),
     ("sampling=independent packing.max_tokens_per_row=8192 environment.options.number=x "
      "environment.name=tests.pure.test_recipe:Opened", "options.number: expected int, found 'x'"),
