@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -194,8 +196,14 @@ def test_a_run_from_another_begins_at_a_checkpoint_that_the_quickstart_keeps():
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/start.md"])
-def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(name, tmp_path):
-    (block,) = (each for each in FENCE.findall((ROOT / name).read_text()) if "rewards:exact" in each)
+def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(name, tmp_path, monkeypatch):
+    fences = FENCE.findall((ROOT / name).read_text())
+    (code,), (block,) = (
+        [each for each in fences if part in each] for part in ("def exact(", "rewards:exact")
+    )
+    rewards = ModuleType("rewards")
+    exec("\n".join(code.splitlines()[1:-1]), vars(rewards))
+    monkeypatch.setitem(sys.modules, "rewards", rewards)
     text = "\n".join(block.splitlines()[1:-1]).replace("extends: ", f"extends: {ROOT}/")
     (tmp_path / "mine.yaml").write_text(text)
     assert not any(form in recipe_load.load(tmp_path / "mine.yaml").data.instruction for form in FORMS)
