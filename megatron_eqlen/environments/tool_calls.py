@@ -18,12 +18,12 @@ from megatron_eqlen.environments.environment import Environment, Observation
 # ``<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>``, perhaps cut off at its end.
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 # ``<|python_tag|>{"name": "f", "parameters": {"x": 1}}``, and nothing else in the turn.
-_PYTHON = r"(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)?"
-_LLAMA = re.compile(rf"\s*{_PYTHON}\s*(\{{.*\}})\s*", re.DOTALL)
+_PYTHON = r"\s*(?:(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)\s*)?"
+_LLAMA = re.compile(rf"{_PYTHON}(\{{.*\}})\s*", re.DOTALL)
 
 # A thought, perhaps cut off or opened by the prompt, or a call, in whose arguments tags are text.
 _CALL = r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>|<tool_call>(?:(?!<tool_call>|</think>).)*\Z"
-_ALONE = rf'(?:\A|(?<=</think>))\s*{_PYTHON}\s*\{{\s*".*\}}\s*\Z'
+_ALONE = rf'(?:\A|(?<=</think>)){_PYTHON}\{{\s*"(?:(?!\}}\s*</think>|</think>\s*\{{).)*\}}\s*\Z'
 _THOUGHT = re.compile(rf"<think>.*?(?:</think>|\Z)|</think>|({_CALL}|{_ALONE})", re.DOTALL)
 
 
