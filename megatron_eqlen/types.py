@@ -116,7 +116,7 @@ class Grade:
         # a grader of a user's own may give numbers of NumPy or torch, which records and logs do not take
         self.reward, self.rewards = float(self.reward), {n: float(r) for n, r in self.rewards.items()}
         self.answer = self.answer if self.answer is None else str(self.answer)
-        self.verdict, self.detail = str(self.verdict), str(self.detail)
+        self.verdict, self.detail = str(self.verdict), str(self.detail or "")
 
     @classmethod
     def unscored(cls, cause: object) -> Grade:

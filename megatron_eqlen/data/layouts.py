@@ -114,8 +114,7 @@ class Layout:
 
     def missing(self, ours: str) -> str:
         """Return what is missing where a record has no ``question`` or ``answer``."""
-        known = [place for place in self.places.get(ours, (ours,)) if place in self.names]
-        if known:
+        if known := [place for place in self.places.get(ours, (ours,)) if place in self.names]:
             return f"expected {' or '.join(known)}, which other rows have, found none in this one"
         first, *others = KNOWN.get(ours, (ours,))
         expected = repr(first) + f" or one of {', '.join(others)}" * bool(others)
@@ -132,10 +131,10 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     # Optional columns have our names, the others known ones; the recipe's ``columns`` overrule both.
     places = {name: (name,) for name in OPTIONAL if name not in columns.values()}
     places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
-    if grader == DEMONSTRATION:  # a chat has the response, which a question beside it lacks (OpenR1-Math)
-        places["question"] = tuple(sorted(places["question"], key=lambda place: not _is_chat(place, sample)))
+    if grader == DEMONSTRATION:  # a chat with the response, which what stands beside it lacks (OpenR1-Math)
+        places["question"] = tuple(sorted(places["question"], key=lambda place: not _replies(place, sample)))
     places |= {ours: (place,) for ours, place in columns.items()}
-    return Layout(file, places, names, _told(places, sample))
+    return Layout(file, places, names, _told(places, sample, grader))
 
 
 def value_at(record: Any, place: str, default: Any = None) -> Any:
@@ -281,6 +280,14 @@ def _is_chat(place: str, sample: Sequence[dict[str, Any]]) -> bool:
     return any(isinstance(_read(value_at(record, place)), list) for record in sample)
 
 
+def _replies(place: str, sample: Sequence[dict[str, Any]]) -> bool:
+    for record in sample:
+        with suppress(ValueError, IndexError):
+            if chat(_read(value_at(record, place)))[-1]["role"] == "assistant":
+                return True
+    return False
+
+
 def _check_columns(
     file: Path, columns: Mapping[str, str], names: Sequence[str], sample: Sequence[dict], grader: str | None
 ) -> None:
@@ -288,10 +295,8 @@ def _check_columns(
         if not _has(sample, place):
             near = get_close_matches(place, names, 1)
             hint = f" (nearest: {near[0]!r})" if near else ""
-            raise ValueError(
-                f"{file}: columns: {ours}: {place!r} is in none of its first {len(sample)} rows{hint}: "
-                f"expected one of {[*names]}"
-            )
+            found = f"{place!r} is in none of its first {len(sample)} rows{hint}"
+            raise ValueError(f"{file}: columns: {ours}: {found}: expected one of {[*names]}")
     graders = {grader or value_at(record, columns.get("grader", "grader")) or "math" for record in sample}
     # columns that nothing would read
     useless = {
@@ -305,13 +310,13 @@ def _check_columns(
             raise ValueError(f"{file}: columns: {ours}: {columns[ours]} has no effect: {why}")
 
 
-def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict[str, Any]]) -> str:
+def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict], grader: str | None) -> str:
     question, answer = (_used(places[ours], sample) for ours in KNOWN)
+    if grader == DEMONSTRATION and all(_replies(place, sample) for place in question):
+        answer = []
     kind = " (a chat, as it stands)" if any(_is_chat(place, sample) for place in question) else ""
     names = dict.fromkeys(name for record in sample for name in record)
-    beside = [
-        name for name in names if name.lower() in BESIDE and _has(sample, name) and name not in question
-    ]
+    beside = [n for n in names if n.lower() in BESIDE and _has(sample, n) and n not in question]
     others = [place for place in places["answer"] if place not in (*answer, *WORKED) and _has(sample, place)]
     unread = f"; not shown to the model: {', '.join(beside)}" if beside else ""
     unread += f"; not read: {', '.join(others)}" if others else ""

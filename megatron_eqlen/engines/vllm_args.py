@@ -68,7 +68,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         }
     else:
         args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
-    if "speculative_config" in rollout.vllm and not STOCK:
+    if rollout.vllm.get("speculative_config") and not STOCK:
         raise ValueError("rollout.vllm.speculative_config: expected a GPU, found a CPU, without drafts")
     if rollout.quantization:
         args |= _quantization_args(model)

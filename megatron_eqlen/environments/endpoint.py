@@ -113,13 +113,10 @@ def as_message(text: str, turn: int, tools: bool) -> Message:
     if closed:
         message["reasoning_content"] = thinking.removeprefix("<think>").strip()
     if calls:
+        functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
         message["tool_calls"] = [
-            {
-                "id": f"call_{turn}_{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for number, call in enumerate(calls)
+            {"id": f"call_{turn}_{number}", "type": "function", "function": function}
+            for number, function in enumerate(functions)
         ]
     return message
 

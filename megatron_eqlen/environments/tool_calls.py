@@ -14,16 +14,17 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.hf.tokenizer import THINKING
 
 # ``<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>``, perhaps cut off at its end.
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 # ``<|python_tag|>{"name": "f", "parameters": {"x": 1}}``, and nothing else in the turn.
-_LLAMA = re.compile(r"\s*(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)?\s*(\{.*\})\s*", re.DOTALL)
+_PYTHON = r"\s*(?:(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)\s*)?"
+_LLAMA = re.compile(rf"{_PYTHON}(\{{.*\}})\s*", re.DOTALL)
 
-# A thought, perhaps cut off, or a call, in whose arguments ``<think>`` is text.
-_CALL = r"(<tool_call>.*?</tool_call>|\A\s*(?:<\|python_tag\|>)?\s*\{.*)"
-_THOUGHT = re.compile(rf"<think>.*?(?:</think>|$)|{_CALL}", re.DOTALL)
+# A thought, perhaps cut off or opened by the prompt, or a call, in whose arguments tags are text.
+_CALL = r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>|<tool_call>(?:(?!<tool_call>|</think>).)*\Z"
+_ALONE = rf'(?:\A|(?<=</think>)){_PYTHON}\{{\s*"(?:(?!\}}\s*</think>|</think>\s*\{{).)*\}}\s*\Z'
+_THOUGHT = re.compile(rf"<think>.*?(?:</think>|\Z)|</think>|({_CALL}|{_ALONE})", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
@@ -44,9 +45,8 @@ def tool_calls(message: str) -> Iterator[ToolCall]:
 
 def spoken(message: str) -> str:
     """Return what stands behind the thinking of a turn, nothing where that never closes."""
-    opened, closes, _ = message.partition(THINKING[1])  # the prompt may have opened the first thought
-    whole = THINKING[0] * (closes != "" and THINKING[0] not in opened) + message
-    return whole[max((each.end() for each in _THOUGHT.finditer(whole) if not each[1]), default=0) :]
+    thoughts = (each.end() for each in _THOUGHT.finditer(message) if not each[1])
+    return message[max(thoughts, default=0) :]
 
 
 def as_text(call: ToolCall) -> str:
@@ -97,12 +97,10 @@ class ToolEnvironment(Environment):
         super().__init_subclass__(**options)
         # Base classes first, each class's methods as they stand; an override keeps its place.
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
-        methods = {name: getattr(cls, name) for name in names}
-        methods = {name: method for name, method in methods.items() if hasattr(method, "is_tool")}
+        methods = {name: method for name in names if hasattr(method := getattr(cls, name), "is_tool")}
         if waits := [name for name, method in methods.items() if inspect.iscoroutinefunction(method)]:
-            raise TypeError(
-                f"{cls.__name__}.{waits[0]}: expected a tool that returns its answer, found async"
-            )
+            expected = "expected a tool that returns its answer"
+            raise TypeError(f"{cls.__name__}.{waits[0]}: {expected}, found async")
         cls._arguments = {name: _arguments_of(method) for name, method in methods.items()}
         cls.tools = [_schema(method, cls._arguments[name]) for name, method in methods.items()]
 

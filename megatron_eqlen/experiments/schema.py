@@ -89,7 +89,8 @@ def load_sweep(path: Path) -> SweepRecipe:
         _check(sweep)
     except ValueError as error:
         raise RecipeError(f"{path}: {explain(error, SweepRecipe)}") from None
-    return sweep.model_copy(update={"recipes": [str(path.parent / recipe) for recipe in sweep.recipes]})
+    files = [str(path.parent / Path(recipe).expanduser()) for recipe in sweep.recipes]
+    return sweep.model_copy(update={"recipes": files})
 
 
 OF_RUNS = {"seed", "run_dir"}

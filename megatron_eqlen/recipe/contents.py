@@ -22,8 +22,8 @@ BLOCK, BLOCKS = 1 << 18, 64
 """Bytes and number of the blocks that identify a file of weights beyond 16 MiB; 160 GB cost a second."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
-TEXT = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-TEXT += ("tokenizer_config.json", "chat_template.jinja")
+TEXT = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TEXT += ("tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 """Files that decide which tokens a conversation has."""
 
 Contents = dict[str, str]

@@ -229,10 +229,9 @@ class RunFolder:
         if not self.recipe.exists() or self.is_empty():
             return
         if changed := _changed(self.recipe, recipe):
-            raise RecipeError(
-                f"{self.path} holds a run with another recipe ({changed}); give this one its own folder "
-                f"with name=... or run_dir=..., or its method in a sweep another name"
-            )
+            remedy = "its own folder with name=... or run_dir=..., or its method in a sweep another name"
+            other = f"{self.path} holds a run with another recipe ({changed})"
+            raise RecipeError(f"{other}; give this one {remedy}")
 
 
 def check_harvest(out: Path, recipe: Recipe) -> None:

@@ -204,3 +204,4 @@ def test_drafts_that_an_engine_cannot_make_are_refused(monkeypatch):
     monkeypatch.setattr(vllm_args, "STOCK", False)
     with pytest.raises(ValueError, match=r"speculative_config: expected a GPU, found a CPU"):
         arguments(mtp)
+    arguments({})

@@ -1,12 +1,14 @@
 """Contents of a run's inputs: a resumed run refuses others than those that it began with."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.recipe.contents import BLOCK, BLOCKS, FILE, ContentsError
+from megatron_eqlen.recipe import contents
+from megatron_eqlen.recipe.contents import BLOCK, BLOCKS, FILE, ContentsError, function
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.plugins import digests
 from tests.kit.report_runs import recipe
@@ -52,6 +54,21 @@ def inputs(tmp_path, monkeypatch):
 
 def replacing(old: str, new: str):
     return lambda file: file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "name", ["merges.txt", "added_tokens.json", "additional_chat_templates/tool_use.jinja"]
+)
+def test_each_file_that_decides_tokens_is_part_of_the_function_that_a_model_is(tmp_path, monkeypatch, name):
+    @dataclasses.dataclass
+    class Config:
+        layers: int = 1
+
+    monkeypatch.setattr(contents, "read_config", lambda model: Config())
+    before = function(tmp_path, "float32")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    assert function(tmp_path, "float32").keys() - before.keys() == {name}
 
 
 def write_in_the_middle(path, data: bytes) -> None:

@@ -1,11 +1,14 @@
 """Rows of chats as demonstrations: which tokens are trained, and which rows and keys are refused."""
 
 import re
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from megatron_eqlen.data.demonstrations import training_prompts
+from megatron_eqlen.data.layouts import find_layout
+from megatron_eqlen.data.rows import DEMONSTRATION
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import RecipeError
@@ -78,6 +81,7 @@ QUESTION_AND_ANSWER = {"question": "Hi.", "answer": "Hello!"}
     {"messages": [USER, REPLY], "answer": "another"},
     # OpenR1-Math: the bare answer is no response
     {"problem": "Hi.", "solution": "Say it.", "answer": "another", "messages": [USER, REPLY]},
+    {"prompt": [USER], "messages": [USER, REPLY]},
     {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello!"}]},
 ])  # fmt: skip
 def test_the_response_is_the_chats_own_before_a_column_of_answers(folder, tmp_path, row):
@@ -86,6 +90,12 @@ def test_the_response_is_the_chats_own_before_a_column_of_answers(folder, tmp_pa
     data = recipe.data.model_copy(update={"instruction_role": "none"})
     (made,) = drawn(recipe.model_copy(update={"data": data}), 1)
     assert load_tokenizer(folder).decode(made.response.token_ids) == "Hello!"
+
+
+def test_what_is_told_of_a_response_in_a_chat_is_that_nothing_beside_it_is_read():
+    row = {"problem": "Hi.", "answer": "another", "messages": [USER, REPLY]}
+    told = find_layout(Path("rows.jsonl"), [row], {}, DEMONSTRATION).told
+    assert told == "question from messages (a chat, as it stands); not read: answer"
 
 
 @pytest.mark.parametrize(("row", "fault"), [

@@ -30,7 +30,7 @@ from megatron_eqlen.environments.endpoint import as_message
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
-from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool, tool_calls
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, _texts, spoken, tool, tool_calls
 from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -628,16 +628,33 @@ def run_cell(tool, code):
     return tool.step(f"<think>\nlet me see\n</think>\n{cell(code)}").content
 
 
-@pytest.mark.parametrize("code", ["'<think>'", "'<think>a</think>'"])
+@pytest.mark.parametrize("code", ["'<think>'", "'<think>a</think>'", "'</think>'"])
 def test_thoughts_in_a_calls_arguments_are_text(code):
     call = {"name": "python", "parameters": {"code": code}}
     for turn in (cell(code), f"<think>\nso\n</think>\n{cell(code)}", f"so {cell('x')}</think>{cell(code)}"):
         assert [found.arguments for found in tool_calls(turn)] == [{"code": code}]
-    assert [found.arguments for found in tool_calls(json.dumps(call))] == [{"code": code}]
+    for before in ("", "<think>\nso\n</think>\n", "so</think>", "<|python_start|>so<|python_end|>"):
+        assert [found.arguments for found in tool_calls(before + json.dumps(call))] == [{"code": code}]
+    opened = f"{json.dumps(call)} so {{}}</think>{json.dumps(call)}"  # by the prompt
+    assert [found.arguments for found in tool_calls(opened)] == [{"code": code}]
     message = as_message(f"<think>\nso\n</think>\nSee: {cell(code)}", 0, True)
     assert (message["reasoning_content"], message["content"]) == ("so", "See:")
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"code": code}
     assert [*tool_calls(f"<think>\nso\n</think>\n<think>{cell(code)}")] == []
+
+
+def test_a_call_that_its_turn_cuts_off_may_hold_a_tag():
+    (found,) = tool_calls(cell("'<think>'").removesuffix("\n</tool_call>"))
+    assert found.arguments == {"code": "'<think>'"}
+
+
+def test_a_turn_that_opens_calls_without_end_is_read_in_time():
+    began = time.monotonic()
+    assert spoken("<think>so\n") == ""
+    for turn in ('<tool_call>\n{"name": "f"}\n' * 20_000, " " * 200_000):
+        assert spoken(turn) == turn
+        assert all("name" in text for text in _texts(turn))
+    assert time.monotonic() - began < 5
 
 
 def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):

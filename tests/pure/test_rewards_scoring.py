@@ -335,6 +335,8 @@ def test_a_grade_may_have_numbers_of_other_kinds(number):
         Grade(0.5, "scored", answer="42", rewards={"right": 0.5}), asdict(grade)
     ]  # fmt: skip
     assert {type(value) for value in (grade.reward, *grade.rewards.values())} == {float}
+    nothing: Any = None
+    assert Grade(1.0, "scored", detail=nothing).detail == ""
 
 
 @pytest.mark.parametrize(("value", "message"), [

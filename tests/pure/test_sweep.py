@@ -99,6 +99,12 @@ def test_a_reference_that_may_continue_lets_all_others_continue(sweep):
     assert started.recipes[-1].flops == 5 * 520
 
 
+def test_a_sweeps_recipes_may_be_in_the_home_folder(sweep, monkeypatch):
+    monkeypatch.setenv("HOME", str(sweep.parent))
+    text = SWEEP.replace("[tiny.yaml]", "[~/tiny.yaml]")
+    assert load_sweep(write_sweep(sweep.parent, text)).recipes == [str(sweep.parent / "tiny.yaml")]
+
+
 @pytest.mark.parametrize("how", [["--dry-run"], ["--tables"], []])
 def test_runs_of_a_method_that_has_changed_since_are_not_taken_for_its_own(sweep, capsys, how):
     run(sweep)
