@@ -233,7 +233,7 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
     # tokens that another distribution sampled than the one that is trained
     corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
     corrected = corrected or rollout.center_scores
-    rounded, cached = rollout.quantization, str(rollout.vllm.get("kv_cache_dtype", "auto"))
+    rounded, cached = rollout.quantization, rollout.vllm.get("kv_cache_dtype") or "auto"
     causes = {
         f"{older} trains tokens that older weights sampled": rollout.trains_older,
         f"rollout.quantization: {rounded} trains tokens that rounded weights sampled": rounded,
