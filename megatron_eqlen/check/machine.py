@@ -68,7 +68,7 @@ def gpu_memory(place: Place) -> Finding | None:
     cluster = place.recipe.cluster.model_copy(update={"gpu_memory_gib": total / 2**30})
     need = memory(Job(place.recipe.model_copy(update={"cluster": cluster})))
     text = f"{text}, the plan needs {gigabytes(need.peak)}"
-    if problems := [each for each in need.problems() if not each.startswith("servers")]:  # not here
+    if problems := need.problems(servers=False):  # which may run on other GPUs
         return Finding("failed", f"{text}: {'; '.join(problems)}", "eqlen plan RECIPE shows what takes it")
     if free < need.peak:
         return Finding("failed", text, "nvidia-smi shows which processes have the rest")

@@ -63,6 +63,6 @@ def _bare(text: str) -> str:
 
 def word_runs(text: str) -> Iterator[str]:
     """Yield each ``OVERLAP_WORDS`` consecutive words of a text, without case and signs."""
-    words = _bare(text).split(" ")
+    words = _WORD.findall(text.lower())
     for start in range(len(words) - OVERLAP_WORDS + 1):
         yield " ".join(words[start : start + OVERLAP_WORDS])

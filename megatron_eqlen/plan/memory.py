@@ -50,14 +50,14 @@ class Memory:
     def peak(self) -> float:
         return max(self.phases.values())
 
-    def problems(self) -> list[str]:
-        """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU. ``servers: ...``:
-        of vLLM servers on GPUs like the trainer's."""
+    def problems(self, servers: bool = True) -> list[str]:
+        """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU. ``servers``: also
+        those of vLLM servers on GPUs like the trainer's."""
         if (recipe := self.job.recipe).cluster.device == "cpu":
             return []
         over = {phase: need for phase, need in self.phases.items() if need > self.usable}
         problems = [f"{phase}: {_gb(need)} of {_gb(self.usable)} usable" for phase, need in over.items()]
-        if recipe.generates:
+        if recipe.colocated or (servers and recipe.generates):
             where = "start" if recipe.colocated else "servers"
             problems += (f"{where}: {text}" for text in self._engine_problems())
         return problems
