@@ -26,6 +26,7 @@ from megatron_eqlen.graders.sandbox.probe import find_python
 from megatron_eqlen.graders.sandbox.program import Isolation
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.megatron_cpu import packages
+from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.recipe import RecipeError
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
@@ -239,6 +240,15 @@ def test_without_a_recipe_gpus_are_counted_and_for_cpus_their_memory_is_said(lar
     gpus(monkeypatch, 8, free_gib=39, gib=40)
     elsewhere = finding(machine.gpu_memory(with_recipe(large, "cluster.device=cpu")))
     assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
+
+
+def test_servers_that_would_not_fit_on_these_gpus_may_be_on_others(large, monkeypatch):
+    gpus(monkeypatch, 8)
+    server = ["rollout.engine=server", "rollout.servers=[http://a:1]", "rollout.gpu_memory_utilization=0.99"]
+    served = with_recipe(large, *server)
+    assert served.job is not None
+    assert memory(served.job).problems()[0].startswith("servers: ")
+    assert finding(machine.gpu_memory(served)).state == "ok"
 
 
 def finding(found: Finding | None) -> Finding:
