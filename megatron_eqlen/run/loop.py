@@ -94,8 +94,7 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             keep_inputs(out, job.recipe)
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
-        # the date that chat templates write stays that of the first attempt: its prompts are recorded
-        session.tokenizer.today = distributed.agree(lambda: events.began(out))
+        session.keep_date(out)
         prompts = None if benchmark else start_prompts(session)
         generator = Generator(session, out, synced=False, source=prompts, once=benchmark)
         step = generator.collect(Step(number=0, policy_version=0))
@@ -107,9 +106,9 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
 
 def evaluate_only(job: Job, out: Path, run: Path) -> None:
     """Evaluate the model at ``model.path``, write the results to ``out`` and print a table. ``run``: folder
-    whose first start is the date that templates write, or a recipe's file."""
+    whose first start dates the prompts (``Session.keep_date``), or a recipe's file: today."""
     with Session(job) as session:
-        session.tokenizer.today = distributed.agree(lambda: events.began(run))
+        session.keep_date(run)
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
         if results:
             rank_seconds = metrics["time/evaluate"] * distributed.world_size()

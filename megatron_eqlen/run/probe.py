@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.environments.conversation import STATES
-from megatron_eqlen.files import expecting, read_json, remove_partial, step_folders, step_name, write_json
+from megatron_eqlen.files import (
+    expecting,
+    read_json,
+    remove_partial,
+    step_folders,
+    step_name,
+    streams_of,
+    write_json,
+)
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.tokenizer import THINKING
 from megatron_eqlen.job import Job
@@ -92,8 +100,7 @@ class Target:
 
     @property
     def streams(self) -> Path:
-        inner = self.asked.run / "streams"
-        return inner if inner.is_dir() else self.asked.run  # of `eqlen harvest`
+        return streams_of(self.asked.run)
 
     @cached_property
     def rollouts(self) -> list[Rollout]:

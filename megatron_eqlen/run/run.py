@@ -13,7 +13,7 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.flops import achieved
-from megatron_eqlen.processes import distributed, events, failures
+from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import COSTS, Spent
@@ -48,8 +48,7 @@ class Run:
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
             keep_inputs(self.folder.path, self.recipe)
-        # chat templates may write the date: a resumed run keeps that of its first start, and so its prompts
-        session.tokenizer.today = distributed.agree(lambda: events.began(self.folder.path))
+        session.keep_date(self.folder.path)
         # from here on errors and hangs leave their records in the run's folder
         failures.keep_in(self.folder.path)
         session.watch(self.folder.hang)

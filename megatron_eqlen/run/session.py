@@ -20,7 +20,7 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.processes import distributed, failures
+from megatron_eqlen.processes import distributed, events, failures
 from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
@@ -88,6 +88,11 @@ class Session:
 
     def ends_with(self, close: Callable[[], None]) -> None:
         self._ends.callback(close)
+
+    def keep_date(self, run: Path) -> None:
+        """Let chat templates write the date of the first start in ``run``: a resumed run renders the same
+        prompts."""
+        self.tokenizer.today = distributed.agree(lambda: events.began(run))
 
     def watch(self, folder: Path) -> None:
         """From now on, notice hangs, and write their records to a folder of this try under ``folder``."""
