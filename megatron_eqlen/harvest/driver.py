@@ -27,8 +27,8 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
 
 
-def shared(tokens: Iterable[int], others: Iterable[int]) -> int:
-    """Return how many of the first tokens are equal."""
+def shared_prefix(tokens: Iterable[int], others: Iterable[int]) -> int:
+    """Return the length of the common prefix."""
     return sum(takewhile(bool, map(eq, tokens, others)))
 
 
@@ -179,8 +179,8 @@ class Driver:
             return len(path)
         prompt = self.running[key].prompt.token_ids
         place = bisect_left(self.prompts, prompt)
-        known = [shared(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
-        known += [shared(path, chain(line.context, line.token_ids)) for line in lines]
+        known = [shared_prefix(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
+        known += [shared_prefix(path, chain(line.context, line.token_ids)) for line in lines]
         if self.prompts[place : place + 1] != [prompt]:
             self.prompts.insert(place, prompt)
         return max(known, default=0)

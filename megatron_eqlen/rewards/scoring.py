@@ -30,7 +30,7 @@ from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.functions import NUMBER_KEYS, RewardFunction, is_reward_function, own_code
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, every_rollout
 from megatron_eqlen.types import UNSCORED, Grade, Metrics, Part, Prompt, Rollout, TokenIds
 
 log = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def _own(name: str) -> AbstractContextManager[None]:
 class EarlyGrading(HarvestObserver):
     """Starts grading responses as they end, for rollouts that this rank grades."""
 
-    def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = all_rollouts) -> None:
+    def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = every_rollout) -> None:
         self.scorer, self.grades = scorer, grades
 
     def part_finished(self, harvester: Harvester, part: Part) -> None:

@@ -27,7 +27,7 @@ from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.record.partial import RolloutOrigin
 from megatron_eqlen.run.generation import Generator, Rollouts, suspended_at
-from megatron_eqlen.run.replicas import shared
+from megatron_eqlen.run.replicas import rollouts_of_all_ranks
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, RolloutKey
@@ -109,4 +109,4 @@ def on_every_rank(step: Step | None) -> Step:
     prompts = agree(lambda: list({rollout.prompt_id: rollout.prompt for rollout in mine}.values()))
     known = agree(lambda: step and dataclasses.replace(step, rollouts=()))
     assert known is not None, "rank 0 has it"
-    return dataclasses.replace(known, rollouts=tuple(shared(mine, prompts)))
+    return dataclasses.replace(known, rollouts=tuple(rollouts_of_all_ranks(mine, prompts)))

@@ -53,7 +53,7 @@ from megatron_eqlen.record.reader import (
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.rewards.scoring import Scorer, leave_out, refuse_too_many, scored
-from megatron_eqlen.run.replicas import Replicas, shared
+from megatron_eqlen.run.replicas import Replicas, rollouts_of_all_ranks
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
@@ -437,7 +437,7 @@ def grade(
     """Grade this rank's rollouts; return all ranks' skeletons, and metrics. Raises UnscoredError."""
     reward = session.recipe.reward
     calls = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
-    everyone = shared(rollouts, prompts)
+    everyone = rollouts_of_all_ranks(rollouts, prompts)
     refuse_too_many(everyone, reward)
     return everyone, calls
 

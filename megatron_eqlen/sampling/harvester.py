@@ -139,7 +139,7 @@ def in_step(tracks: Sequence[Track], places: Sequence[int]) -> list[Track]:
     return [t for t, place in zip(tracks, places, strict=True) if t.calls and place == min(places)]
 
 
-def all_rollouts(prompt: Prompt, index: int) -> bool:
+def every_rollout(prompt: Prompt, index: int) -> bool:
     """Select every rollout, by its prompt and its number."""
     return True
 

@@ -17,7 +17,7 @@ from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer, scored
 from megatron_eqlen.run.replicas import Replicas, shared
-from megatron_eqlen.sampling.harvester import all_rollouts
+from megatron_eqlen.sampling.harvester import every_rollout
 from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
@@ -102,7 +102,7 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
     mine = [all(s.home == dist.get_rank() for s in graded.parts) for graded in everyone]
     same = [
         plain(found) == plain(wanted) if whole else len(found) == len(wanted)
-        for graded, full, whole in zip(everyone, harvested(all_rollouts), mine, strict=True)
+        for graded, full, whole in zip(everyone, harvested(every_rollout), mine, strict=True)
         for found, wanted in zip(graded.parts, full.parts, strict=True)
     ]
     return mine, same
