@@ -127,18 +127,6 @@ class Harvester(ABC):
         return line_of({part.number: part for part in self.parts}, number)
 
 
-def in_step(tracks: Sequence[Track], places: Sequence[int]) -> list[Track]:
-    """Return those of ``tracks``, at these lengths, whose turns may be answered where a track's end forks
-    another: all tracks have come as far, so no end is before them. The others are told to come."""
-    calling = [place for track, place in zip(tracks, places, strict=True) if track.calls]
-    for track, place in zip(tracks, places, strict=True):
-        # a track that is behind must reach the first turn that waits before it is answered
-        ahead = [other for other in calling if other > place]
-        if ahead and track.finish_reason is None and not track.calls:
-            track.awaited = min(len(track) + min(ahead) - place, track.awaited)
-    return [t for t, place in zip(tracks, places, strict=True) if t.calls and place == min(places)]
-
-
 def every_rollout(prompt: Prompt, index: int) -> bool:
     """Select every rollout, by its prompt and its number."""
     return True
