@@ -40,10 +40,10 @@ def harvest(
     meter = Meter(engine, plan)
     driver = Driver(engine, plan, meter, observers)
     harvesters = _harvesters(plan)
-    # recorded rollouts are results as they are, if their environments can repeat their grades
+    # a recorded rollout is a result as it is; one whose environment cannot repeat its grades is made again
+    talks = plan.conversations
     for rollout in plan.progress.rollouts:
-        speak = plan.conversations
-        if speak is None or grade_again(speak, rollout, harvesters[rollout_key(rollout)].seed):
+        if talks is None or grade_again(talks, rollout, harvesters[rollout_key(rollout)].seed):
             driver.finish(rollout)
     # before they start: their tracks take it over
     for harvester in harvesters.values():

@@ -31,9 +31,9 @@ class Meter:
     """
 
     def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:
-        speak, progress, rollout = plan.conversations, plan.progress, plan.recipe.rollout
+        progress, rollout = plan.progress, plan.recipe.rollout
         self.engine, self.block_size = engine, rollout.block_size
-        self.dialogues = Dialogues(speak)
+        self.dialogues = Dialogues(plan.conversations)
         # one counter for both: it is recorded as one note
         self.counts = self.dialogues.counts
         self.earlier_counts = progress.counts
