@@ -1,8 +1,8 @@
 """vLLM in the training process: the same GPUs (or CPU) generate and train in turns.
 
-Of several ranks each group of ``rollout.tensor_parallel`` is one replica, whose ranks must make the same
-calls in the same order. While training runs, ``sleep`` has given the GPU memory back and dropped the weights,
-since every harvest starts with new ones. Requests go directly to the engine core of vLLM 0.32's V1 engine: a
+Each group of ``rollout.tensor_parallel`` ranks is one replica, whose ranks must make the same calls in the
+same order. While training runs, ``sleep`` has given the GPU memory back and dropped the weights: every
+harvest starts with new ones. Requests go directly to the engine core of vLLM 0.32's V1 engine: a
 harvest needs no output objects and no detokenization.
 """
 

@@ -33,7 +33,7 @@ def shared_prefix(tokens: Iterable[int], others: Iterable[int]) -> int:
 
 
 MAX_ATTEMPTS = 4
-"""Attempts per turn of a track and policy version. The engine fails where a turn is lost so often."""
+"""Attempts per turn of a track and policy version; a turn that is lost so often ends the harvest."""
 
 
 class Driver:
@@ -64,10 +64,10 @@ class Driver:
         self.prompt_routes = PromptRoutes(self.running, self.rollout.keep_routes)
         self.dialogues = meter.dialogues
         self.prefills: dict[str, tuple[int, int]] = {}
-        """(tokens of its path that the step computed before, tokens of the path) of requests, by their id."""
-        # those of earlier attempts too, so that a resumed harvest counts the same prefill
+        """By request id: (tokens of its path that the step has computed before, tokens of the path)."""
         self.prompts = [rollout.prompt.token_ids for rollout in plan.progress.rollouts]
-        """Prompts that the step computed, sorted: a prompt shares most with one beside it."""
+        """Prompts that the step computed, sorted: a prompt shares most with one beside it. Those of earlier
+        attempts are among them, so that a resumed harvest counts the same prefill."""
         self.prompts += [partial.prompt.token_ids for partial in self.partial.values() if partial.new_tokens]
         self.prompts.sort()
 

@@ -84,7 +84,7 @@ def weighted_units(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> list[Com
 
 
 def has_gradient(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> dict[str, bool]:
-    """Return by prompt, in order, whether rewards in one of its units differ, without length penalties."""
+    """Return, by prompt, True if rewards differ within one of its units; length penalties do not count."""
     found = {rollout.prompt_id: False for rollout in rollouts}
     for unit in _compare(rollouts, job.recipe, replace(job.objective, overlong_buffer=0)).units:
         found[unit.prompt_id] |= unit.differs

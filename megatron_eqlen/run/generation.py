@@ -107,7 +107,7 @@ class Rollouts:
         """Wait for the harvests under way: an evaluation has the engine for itself."""
 
     def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
-        """Evaluate a benchmark with the engine's current weights. ``earlier``: result that may be of them."""
+        """Evaluate a benchmark with the engine's weights. ``earlier``: returned if they have given it."""
         raise AssertionError("without an engine there are no benchmarks")
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
@@ -164,7 +164,7 @@ class Generator(InTurn):
         source: PromptSource | None = None,
         once: BenchmarkRecipe | ProbeSampling | None = None,
     ) -> None:
-        """``once``: its problems, or the prompts that it continues, are those of the only step."""
+        """``once``: a benchmark or a probe, whose prompts are harvested in a single step."""
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.conversations = conversations(self.recipe, session.tokenizer)
@@ -192,7 +192,7 @@ class Generator(InTurn):
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}
         """Partial rollouts that this step resumes."""
         self.recorded: tuple[int | None, list[Path]] = None, []
-        """Number of a step, and the files of an attempt at it that was cut short, but not of this process."""
+        """(number of a step, files that an earlier process recorded of it)."""
 
     # ---- prompts ------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Generator(InTurn):
         plan = self._plan(step, mine)
         # grade what an earlier attempt recorded, while the engine generates the rest
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
-        # until the record is on disk
+        # the stage lasts until the record is on disk
         with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
             observers: list[HarvestObserver] = [self.session.early_grading]
             if replicas.leads:
@@ -473,6 +473,6 @@ def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
         return ServerEngine(path, rollout, ends, longest, syncs_first=syncs_first, run=run, dtype=dtype)
     from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
-    if syncs_first:  # which brings the weights
+    if syncs_first:  # the sync brings the weights
         rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy"} | rollout.vllm})
     return ColocatedEngine(path, rollout, recipe.model.dtype, ends, longest, recipe.seed)

@@ -34,9 +34,8 @@ from megatron_eqlen.training.policy import Policy
 
 
 def train(job: Job, replay: Path | None = None, until: int | None = None) -> None:
-    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one. With
-    ``replay``, rollouts come from a run's recorded streams, without an engine. With ``until``, the run stops
-    after so many steps and exports their weights."""
+    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one.
+    ``replay``: recorded streams, in place of an engine. ``until``: steps after which to stop and export."""
     if replay is not None:
         _require_sampling(job, "--replay")
     with Session(job) as session:

@@ -64,7 +64,7 @@ class Run:
         self.position: dict[str, Any] | None = None
         """Contents of the loaded checkpoint except the policy."""
         self.diagnosed: Collection[str] = ()
-        """Kinds of the newest step's diagnoses, which are said once."""
+        """Kinds of faults found in the newest step; each is reported once while it lasts."""
         self.disagrees = False
         """True if trainer and engine disagreed in the newest step."""
         self.stopping = False
@@ -92,7 +92,7 @@ class Run:
             self.spent = Spent(self.position["step"], **{key: self.position[key] for key in COSTS})
             self.begun = self.steps
             self.session.events.note("resumed", step=self.steps)
-        self.records.compare(self.steps, self.position is not None)
+        self.records.report_gaps(self.steps, self.position is not None)
 
     def resume(self, rollouts: Rollouts) -> None:
         """Continue from the loaded position."""
@@ -261,9 +261,8 @@ class Run:
             self.diagnosed = found.keys()
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
-        """Save what the next step starts from: every few steps, at the end, and when asked to stop. Nothing
-        is saved after a skipped update while steps remain: the weights may cause its non-finite numbers, and
-        a new checkpoint would push out a good one."""
+        """Save what the next step starts from: every few steps, at the end, and when asked to stop; not after
+        a skipped update while steps remain, since faulty weights would push out a good checkpoint."""
         every, last = self.recipe.checkpoint.every, not self.has_next_step()
         # not `steps % every == 0`: what was due after a skipped update is saved a step later
         due = last or self.steps // every > self.checkpoints.saved // every

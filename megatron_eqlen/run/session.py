@@ -50,7 +50,7 @@ class Session:
         groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
         self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds)
-        self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
+        self.ends_with(self.watchdog.stop)  # nearly last, since the functions that end first may hang
         self._ends.callback(groups.stop)
         self.job, self.recipe, self.objective = job, recipe, job.objective
         first = distributed.agree(lambda: job.revisions)
@@ -90,8 +90,7 @@ class Session:
         self._ends.callback(close)
 
     def keep_date(self, run: Path) -> None:
-        """Let chat templates write the date of the first start in ``run``: a resumed run renders the same
-        prompts."""
+        """Make chat templates write the date of the first start in ``run``, so that prompts stay the same."""
         self.tokenizer.today = distributed.agree(lambda: events.began(run))
 
     def watch(self, folder: Path) -> None:
@@ -100,9 +99,8 @@ class Session:
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
-        """Note that the stage runs during the block; the metrics yielded then hold the seconds as
-        ``time/NAME``, and the peak memory, but for a stage beside training, in another thread.
-        ``patience``: see ``Watchdog.stage``."""
+        """Run the block as a stage. At its end the metrics yielded hold its seconds (``time/NAME``) and,
+        except in a thread beside training, the peak memory. ``patience``: see ``Watchdog.stage``."""
         measured: Metrics = {}
         # a harvest beside training would reset the peak that the trainer's stage is measuring
         alone = distributed.is_alone()

@@ -28,8 +28,7 @@ class Marker(NamedTuple):
 
     @classmethod
     def of(cls, text: str, tokenizer: Tokenizer, key: str = "tree_sampling.marker") -> Marker:
-        """Return the marker ``text`` of ``key``; a token holds at least one byte of it. Raises ValueError if
-        the tokenizer's texts cannot contain it."""
+        """Return the marker ``text`` of ``key``. Raises ValueError if no response can contain it."""
         if text not in (read := tokenizer.decode(tokenizer.encode(text))):
             raise ValueError(
                 f"{key}: {text!r}: expected text that a response can contain, found that the "
@@ -39,6 +38,7 @@ class Marker(NamedTuple):
         def contains(token_ids: list[int]) -> bool:
             return text in tokenizer.decode(token_ids)
 
+        # a token holds at least one byte
         return cls(contains, len(text.encode()))
 
 
@@ -109,8 +109,7 @@ class Harvester(ABC):
 
     def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
         """Make the next ``length`` generated tokens of a track (default: all that are in no part) part
-        ``number``, with an environment's answers to them. The finish reason and the environment's grade
-        belong to the track's last token."""
+        ``number``, with an environment's answers to them."""
         stop = len(track) if length is None else track.start + length
         # a part that is cut before the track's end has neither its reason nor its grade
         reason = track.finish_reason if stop == len(track) else None

@@ -118,9 +118,8 @@ class Track:
         return self.limit - len(self)
 
     def extend(self, delta: Delta, version: int | list[int]) -> bool:
-        """Take a delta's tokens, of weights of ``version`` (one, or one for each), up to the end of the
-        track; return True if it ended now or reached ``awaited``, a rare case in a function that runs once a
-        token. Raises ValueError for missing values."""
+        """Take a delta's tokens up to the end of the track; return True if it ended or reached ``awaited``.
+        Runs once a token. ``version``: of the weights, or one each. Raises ValueError for missing values."""
         tokens = self.tokens
         columns = delta.columns if self.keeps_columns else NO_COLUMNS
         if self.takes_turns:

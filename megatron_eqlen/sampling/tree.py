@@ -281,7 +281,7 @@ class GrowingTree(Harvester):
         track = self.open_track(number, response, self.limit - length, parent)
         self.lines.append(Line(track, length, number, forks, searched=length))
         if self.search is not None and forks < self.shape.forks:
-            self.search(self.lines[-1])  # says what to await
+            self.search(self.lines[-1])  # sets the length to await
         return track
 
 
@@ -324,8 +324,7 @@ class ForkedAtDeaths(GrowingTree):
         return [line.track for line in self.lines if line.track.calls and line.length == shortest]
 
     def die(self, line: Line) -> list[Track]:
-        """End a line and fork the heaviest of those that go on at its length and have not just forked there;
-        return the new tracks."""
+        """End a line; fork the heaviest that goes on there and has not just forked; return the new tracks."""
         self.end(line)
         length = line.length
         others = [other for other in self.lines if other.is_alive_at(length) and other.searched < length]

@@ -38,7 +38,7 @@ def mismatch_of(measured: Metrics) -> float | None:
 
 
 def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
-    """Return a message if a step's mismatch is above the tolerance; NaN is."""
+    """Return a message if a step's mismatch is above the tolerance or NaN."""
     tolerance = rollout.tolerance
     if not rollout.comparable or mismatch is None or mismatch <= tolerance:
         return None
@@ -72,7 +72,7 @@ class Compared:
     difference: float
     """Sum of |trainer - engine|."""
     worst: tuple[float, str]
-    """Largest of a token, and its place."""
+    """Largest difference of a token, and its place."""
 
     @classmethod
     def joined(cls, parts: Iterable[Compared]) -> Compared:
@@ -93,7 +93,7 @@ def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[
     enough = room - DRAWN_SHARE * sum(len(part) for rollout in rollouts for part in rollout.parts)
     unused = {TEACHER.name, *recipe.rollout.untrained_columns}
     for rollout in draw.sample(rollouts, len(rollouts)):
-        ends = sorted({part.number for part in rollout.parts} - {part.parent for part in rollout.parts})
+        ends = [line.last.number for line in rollout.lines()]
         name = f"{rollout.prompt_id}/{rollout.index}"
         tree, nodes = token_tree(rollout, name, rollout.line(draw.choice(ends)) if ends else [])
         if (size := sum(map(len, tree.nodes))) <= room and len(tree.nodes) > 1:

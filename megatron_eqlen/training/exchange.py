@@ -103,8 +103,7 @@ def exchange(
     planned: Packing, placements: Sequence[Placement], model: ModelConfig
 ) -> tuple[Packing, Metrics]:
     """Return the plan with the tokens of all nodes that this rank trains, and metrics over all ranks.
-    ``placements``: one per rank. Received arrays live as long as the plan. Collective. Raises TreeError if
-    columns of the path do not fit the model."""
+    ``placements``: one per rank. Collective. Raises TreeError if columns of the path do not fit the model."""
     planned, experts = exchange_tokens(planned, placements), model.experts
     if not planned.forest.has_path_columns.any():
         return planned, {}
