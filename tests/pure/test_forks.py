@@ -257,7 +257,7 @@ def careful(rewards, lengths):
     ({"loss": {"advantage": "grpo"}}, "only the sign"),
     ({"loss": {"loss_agg_mode": "token-mean"}}, "biases the gradient"),
     ({"objective": "treerpo", "sampling": "independent"}, "expected sampling: tree"),
-    ({"sampling": "equal_length", "loss": ALIVE}, "of two tracks that are truncated"),
+    ({"sampling": "equal_length", "loss": ALIVE}, "of two truncated tracks"),
     ({"sampling": "independent", "objective": "grpo", "loss": ALIVE}, "use dr_grpo or rloo"),
     ({"sampling": "independent", "objective": "dler", "loss": ALIVE}, "use dr_grpo or rloo"),
     ({"loss": {"baseline": f"{__name__}:reward_of"}}, r"called with \(prompts, limit\)"),
