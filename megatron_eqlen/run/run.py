@@ -236,11 +236,7 @@ class Run:
         )
         # ranks that look for STOP themselves could see it in different steps
         self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
-        totals = {
-            "time/gpu_hours": self.spent.gpu_hours,
-            "total/generated_tokens": self.spent.generated_tokens,
-            "total/flops": self.spent.flops,
-        }
+        totals = {name: getattr(self.spent, cost) for cost, name in m.COST_METRICS.items()}
         effective = step.metrics.get("objective/effective_samples", 0.0)
         speed = {
             "time/step": taken,
