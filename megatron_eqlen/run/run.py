@@ -249,12 +249,15 @@ class Run:
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)
         if distributed.is_rank0():
-            # each fault is said once while it lasts, and again if it comes back
-            found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, STEPS)))
-            for kind in (kind for kind in found if kind not in self.diagnosed):
-                nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
-                self.session.progress.warn(f"step {self.steps}{nothing}: {found[kind]}")
-            self.diagnosed = found.keys()
+            self._warn_of_faults(step)
+
+    def _warn_of_faults(self, step: Step) -> None:
+        """Warn of each kind of fault once while it lasts, and again if it comes back."""
+        faults = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, STEPS)))
+        for kind in (kind for kind in faults if kind not in self.diagnosed):
+            nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
+            self.session.progress.warn(f"step {self.steps}{nothing}: {faults[kind]}")
+        self.diagnosed = faults.keys()
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop; not after
