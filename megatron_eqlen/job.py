@@ -61,7 +61,7 @@ class Job:
         section = getattr(self.recipe, self.section)
         folder, repo = Path(section.path), hub_repo(section)
         shipped = KNOWN_MODELS / f"{folder.name.lower()}.json"
-        # a repository of somebody else, or a pinned revision, may differ from the shipped file of that name
+        # another publisher's repository, or a pinned revision, may differ from the shipped file of that name
         published = repo is None or (repo.revision is None and repo.name.startswith(PUBLISHERS))
         if folder.exists():
             source = folder

@@ -62,10 +62,10 @@ def read(
             f"{path}: expected files of one split, found {', '.join(sorted(splits))}: name it, split: train"
         )
     if others := [each.name for each in path.rglob("*") if each.suffix in UNREAD or not each.exists()]:
-        tally.say(f"not read: {', '.join(sorted(others)[:5])}")
+        tally.note(f"not read: {', '.join(sorted(others)[:5])}")
     for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)
-        tally.say(layout.told)
+        tally.note(layout.note)
         # only the columns that are read: a parquet file may hold long others
         extra = function.columns(layout.names) if function else ()
         places = (place for each in layout.places.values() for place in each)

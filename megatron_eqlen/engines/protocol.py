@@ -32,7 +32,7 @@ t of a path from its seed and t, and give its log-prob under the distribution th
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Return the recipe's sampling as ``SamplingParams`` take it, without what differs between requests.
-    Temperature 0 (greedy) samples among one token, which every sampler of ours does alike."""
+    Temperature 0 (greedy) samples from one token, which works the same in every sampler."""
     return {
         "temperature": rollout.temperature or 1.0,
         "top_p": rollout.top_p,

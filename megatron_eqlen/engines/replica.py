@@ -236,7 +236,7 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(STAY)
             staying = [replica.post(OWN[1:]) for replica in self.alive]
-            await asyncio.gather(*staying, return_exceptions=True)  # whoever needs a lost server notices
+            await asyncio.gather(*staying, return_exceptions=True)  # the next call to a lost server notices
 
     def refuse_taken(self) -> None:
         """Raise EngineError if another trainer owns one of the servers."""

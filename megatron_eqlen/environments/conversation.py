@@ -64,7 +64,7 @@ class Answer(NamedTuple):
     cut: bool = False
     """True if a limit ended the response, not the environment."""
     changed: int = 0
-    """Earlier turns that a new environment, which was told them, answered otherwise than recorded."""
+    """Earlier turns to which a new environment, hearing them again, gave other answers than recorded."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _grade(environment: Environment) -> Grade | None:
     grade = environment.grade()
     if grade is None:
         return grade
-    # Texts of somebody else's code may hold half a surrogate pair, which no record takes.
+    # Texts of a user's code may hold half a surrogate pair, which no record takes.
     if isinstance(grade, Grade):
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
         return replace(grade, **{name: text and encodable(str(text)) for name, text in texts.items()})

@@ -71,11 +71,11 @@ class EvaluationResult:
         return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
 
     def is_like(self, other: EvaluationResult) -> bool:
-        """Return True if both answered the same questions, sampled alike: the rest is the weights'."""
+        """Return True if both answered the same questions with the same sampling: only weights may differ."""
         return all(self.manifest.get(key) == other.manifest.get(key) for key in ("question_ids", "rollout"))
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
-        """Return True if this was measured as ``manifest`` says, but for keys of other package versions."""
+        """Return True if this was measured as ``manifest`` says, without keys of other versions."""
         found = _settings(self.manifest)
         return all(found.get(key, value) == value for key, value in _settings(manifest).items())
 
@@ -158,7 +158,7 @@ def _replicates(results: list[EvaluationResult]) -> np.ndarray:
 
 def shared_questions(results: list[EvaluationResult]) -> list[EvaluationResult]:
     """Return the results on the questions that all have: one without a reward is left out of an evaluation.
-    Raises ValueError if a result has less than nine tenths of another's."""
+    Raises ValueError if a result has less than nine tenths of another result's questions."""
     by_id = [{answers.prompt_id: answers for answers in result.answers} for result in results]
     shared = [name for name in by_id[0] if all(name in of for of in by_id)]
     same_files = all(each.manifest.get("sha256") == results[0].manifest.get("sha256") for each in results)

@@ -41,7 +41,7 @@ class Call:
     """Turns of the response so far, with the one that is answered."""
     work: Callable[[], Answer]
     is_new: bool
-    """True if ``work`` makes the environment, which nobody else has yet."""
+    """True if ``work`` makes the environment: no state holds it yet."""
     result: Future[Answer] = field(default_factory=Future)
     started: float = 0.0
     ended: float = 0.0
@@ -206,8 +206,8 @@ class Dialogues:
         return ended
 
     def take(self, call: Call) -> None:
-        """Use the result of a call: the track goes on, or has ended. Raises EngineError if a new environment
-        in place of a copy answered otherwise: leaving the rollout out would leave out those that fork."""
+        """Use the result of a call: the track continues or has ended. Raises EngineError if a new environment
+        in place of a copy gave other answers: to drop its rollout would be to drop those that fork."""
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
         if changed and self.fork_error is not None:
             raise EngineError(

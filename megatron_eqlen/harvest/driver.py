@@ -236,7 +236,7 @@ class Driver:
         self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
         self.meter.counts["retries"] += 1
-        # counted anew for each turn and each sync: only one that is lost again and again is hopeless
+        # counted for each turn and each sync: only a turn that is lost again and again is hopeless
         turn = track.name, track.given, self.engine.policy_version
         self.losses[turn] += 1
         if (times := self.losses[turn]) >= MAX_ATTEMPTS:

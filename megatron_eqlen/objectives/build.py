@@ -110,7 +110,7 @@ class _Batch:
 
 
 def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gather) -> None:
-    """Fill in the trees of other ranks, with bare tables but for the prompts' ids."""
+    """Fill in the trees of other ranks: bare tables, except the ids of prompts."""
     sent = [
         (number, tree.name, [(n.parent, n.tokens.bare(), n.advantage, n.weight, n.home) for n in tree.nodes])
         for number, tree in enumerate(trees)

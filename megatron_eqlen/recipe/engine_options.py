@@ -81,7 +81,7 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option of ``key`` that is refused or that its engine lacks (if installed)."""
     if not options:
         return
-    # Empty where the engine is not installed: then only refusals can be told.
+    # Empty where the engine is not installed: then only refused options are found.
     known: dict[str, str] = {}
     for place in (*MEGATRON, DDP) if key == "model.megatron" else VLLM:
         known |= _fields(place)

@@ -95,7 +95,7 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, job: Job, decode: Deco
         of_rollout, own = rewards[rollout_key(rollout)], response_reward(line.last, rollout.prompt_id)
         # places on this response's line: those of other lines of the tree are not prefixes of it
         at = {length: found for (part, length), found in of_rollout.items() if part in parts}
-        # without a value at the prompt no change can be told
+        # without a value at the prompt no change can be computed
         if len(at[0]) > 1:
             responses.append(Probed(rollout, line, at | {line.length: np.array([own])}))
     found: dict[str, Any] = {"responses": [response.row(decode) for response in responses]}

@@ -415,7 +415,7 @@ def try_rewards(session: Session, source: PromptSource) -> None:
     """Say how data files are read, read all benchmarks, and call each grader of the user's own on real rows.
     Raises ValueError for an error of one, and for a template whose turns do not end responses."""
     require_end(session.tokenizer, session.recipe.data.enable_thinking)
-    for text in source.told():
+    for text in source.notes():
         session.progress.say(text)
     recipe = session.recipe
     graders = [read.grader or "" for read in (*recipe.data.sources, *recipe.evaluation.benchmarks)]

@@ -242,7 +242,7 @@ class Target:
         token_ids, ends = tokens_along(parts).tolist(), np.cumsum([0, *map(len, parts)])
         generated = np.concatenate([part.tokens.is_generated for part in parts])
         if at == "sentences":
-            # tokens that end a sentence; those that the environment said are no places
+            # tokens that end a sentence, except those of the environment
             after = np.array(ends_of_sentences(token_ids, self.decode), int) - 1
             lengths = generated.cumsum()[after[generated[after]]].tolist()
         elif at == "forks":
@@ -275,7 +275,7 @@ class Target:
         return _apart(self.job.recipe, out / "weights")
 
     def prepare(self, out: Path) -> None:
-        """Write what is asked to ``out``, and copy its checkpoint. Raises ValueError for another's folder."""
+        """Write the options to ``out``, and copy the checkpoint. Raises ValueError if ``out`` has others."""
         asked = asdict(self.options) | {"run": str(self.options.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)

@@ -244,7 +244,7 @@ class Run:
             "time/trainer_idle": timeline.idle(TRAINER, step.started, now),
             "objective/effective_per_gpu_second": effective / (taken * self.recipe.gpus),
         }
-        # made of sums over all batches of the step, so it can be told only now
+        # computed from sums over all batches of the step, which are complete only now
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)

@@ -138,7 +138,7 @@ class Track:
         if not self.remaining:
             self.finish_reason = "length"
             return
-        # nobody sampled these tokens: their columns have no values, and the version is the last one's
+        # these tokens were not sampled: their columns have no values, and the version is the last token's
         columns = self.tokens.blank(len(token_ids))
         columns[GIVEN.name] = [(turn,)] * len(token_ids)
         self.tokens.append(token_ids, columns, self.tokens.versions[-1])

@@ -145,7 +145,7 @@ class Line:
         return self.offset + len(self.track)
 
     def is_alive_at(self, length: int) -> bool:
-        """Return True if the line goes on after ``length`` tokens of its response."""
+        """Return True if the line continues after ``length`` tokens of its response."""
         open_end = self.track.finish_reason is None and not self.track.calls
         return self.length > length or (self.length == length and open_end)
 

@@ -55,7 +55,7 @@ def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     number = int(np.argmax(peaks))
     if not peaks[number] >= 0:
         return -1.0, ""
-    # rows are filled anew when they are read, so only the one with the peak is
+    # reading a row fills it again, so only the row with the peak is read
     row, at = rows[number], supervised_positions(rows[number])[int(differences[number].argmax())]
     segment = int(row.segment_ids[at])
     tree, node = rows.planned.forest.of_segment(segment)

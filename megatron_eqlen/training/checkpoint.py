@@ -171,7 +171,7 @@ def _newest_whole(folder: Path) -> Path | None:
             continue
         if dist.get_rank() == 0 and (damaged or complaint):
             _go_back(checkpoint, damaged, complaint)
-        # nobody reads while rank 0 renames
+        # no rank reads while rank 0 renames
         dist.barrier()
         return checkpoint
     if damaged or complaint:

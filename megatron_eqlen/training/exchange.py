@@ -166,7 +166,7 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
 def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
     """Send the columns of all ``transfers``, put those for this rank in ``nodes``, and return their bytes."""
     rank, received = dist.get_rank(), 0
-    # round -> (what is sent, what is received), by the other rank, which counts alike: (node, columns)
+    # round -> (sent, received), by the other rank, which counts in the same way: (node, columns)
     rounds = defaultdict[int, tuple[Queues, Queues]](lambda: (defaultdict(list), defaultdict(list)))
     tokens = Counter[tuple[int, int]]()
     for transfer in transfers:
@@ -177,7 +177,7 @@ def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
                 rounds[number][way][peer].append((node, transfer.share))
                 tokens[way, peer] += len(nodes[node])
     for _, (outgoing, incoming) in sorted(rounds.items()):
-        # all messages of a round at once: no rank waits for another's order
+        # all messages of a round at once, so that no rank waits for the order of another
         work, messages = [], []
         for to, queue in outgoing.items():
             arrays = [array for node, share in queue for array in share.of(nodes[node].tokens).arrays()]
