@@ -22,6 +22,7 @@ from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import own_code, referred
 from megatron_eqlen.rewards.scoring import Scorer
@@ -63,7 +64,7 @@ def inputs(place: Place) -> Finding | None:
     if job is None:
         return None
     job.fetch()
-    commits = "".join(f", {key} {commit}" for key, commit in job.revisions.items())
+    commits = "".join(f", {key} {commit}" for key, commit in revisions(job.recipe).items())
     summary = f"{job.recipe.model.path} and the data are there{commits}"
     if place.short:
         return Finding("ok", summary)

@@ -36,6 +36,8 @@ from megatron_eqlen.types import Metrics, RolloutKey
 class Ahead(Rollouts):
     """``Rollouts`` of a ``Generator`` over servers, harvested ahead."""
 
+    samples = True
+
     def __init__(self, generator: Generator) -> None:
         self.generator, self.session = generator, generator.session
         self.benchmarks = generator.benchmarks
@@ -92,9 +94,6 @@ class Ahead(Rollouts):
 
     def update_weights(self, policy: Policy) -> Metrics:
         return self.generator.update_weights(policy)
-
-    def disagreement(self, mismatch: float | None) -> str | None:
-        return self.generator.disagreement(mismatch)
 
     def close(self) -> None:
         """Cancel the steps under way; they stay recorded."""

@@ -61,7 +61,7 @@ from megatron_eqlen.sampling.placed import PlacedTrees
 from megatron_eqlen.sampling.probe import ProbeSampling
 from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import TEACHER
-from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines
+from megatron_eqlen.training.agreement import MismatchError, drawn_lines
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
@@ -84,6 +84,8 @@ class Rollouts:
     """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
     benchmarks: Sequence[BenchmarkRecipe] = ()
     """Benchmarks that ``evaluate`` accepts."""
+    samples = False
+    """True if an engine samples with the policy's weights; recorded tokens may come from any weights."""
 
     def collect(self, step: Step) -> Step:
         """Return the step with its scored rollouts."""
@@ -98,10 +100,6 @@ class Rollouts:
     def update_weights(self, policy: Policy) -> Metrics:
         """Bring the policy's weights to the engine, if there is one; return the time it took."""
         return {}
-
-    def disagreement(self, mismatch: float | None) -> str | None:
-        """Return a warning if a step's mismatch is too large. Recorded tokens may come from any weights."""
-        return None
 
     def settle(self) -> None:
         """Wait for the harvests under way: an evaluation has the engine for itself."""
@@ -155,6 +153,8 @@ class InTurn(Rollouts, ABC):
 class Generator(InTurn):
     """Rollouts from this rank's engine, recorded under ``streams`` as they complete. ``synced``: weights come
     from a policy before anything is generated, not from ``recipe.model.path``."""
+
+    samples = True
 
     def __init__(
         self,
@@ -392,9 +392,6 @@ class Generator(InTurn):
                     f"{found.engine / found.count:.5g}: they differ by {found.mean:.2g} a token, more than "
                     f"{tolerance:g} (rollout.mismatch.tolerance): it computes another function"
                 )
-
-    def disagreement(self, mismatch: float | None) -> str | None:
-        return disagreement(mismatch, self.recipe.rollout)
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"

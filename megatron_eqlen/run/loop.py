@@ -64,7 +64,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
             step = step.log(run.unpark(policy))
             step = run.update(step, policy, trees)
             step = step.log(run.park(policy))
-            run.report_mismatch(rollouts.disagreement(policy.mismatch), policy.worst)
+            run.report_mismatch(policy, rollouts)
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)

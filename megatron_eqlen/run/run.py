@@ -30,7 +30,7 @@ from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.profile import gain_metrics
-from megatron_eqlen.training.agreement import MismatchError
+from megatron_eqlen.training.agreement import MismatchError, disagreement
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.profiler import Profiler
 from megatron_eqlen.types import UNSCORED, Metrics, TokenTree
@@ -195,16 +195,17 @@ class Run:
             policy.unpark()
         return seconds
 
-    def report_mismatch(self, disagreement: str | None, worst: tuple[float, str]) -> None:
-        """Warn that trainer and engine disagree, unless they did in the step before, and end the run after
-        this step if the recipe says so. ``worst``: see ``Policy.worst``."""
-        before, self.disagrees = self.disagrees, disagreement is not None
-        if disagreement is None or before:
+    def report_mismatch(self, policy: Policy, rollouts: Rollouts) -> None:
+        """Warn if trainer and engine disagree, unless they did in the step before, and end the run after this
+        step if the recipe says so."""
+        fault = disagreement(policy.mismatch, self.recipe.rollout) if rollouts.samples else None
+        before, self.disagrees = self.disagrees, fault is not None
+        if fault is None or before:
             return
-        difference, place = worst
-        self.session.progress.warn(f"{disagreement}; most, by {difference:.3g}, in {place}")
+        difference, place = policy.worst
+        self.session.progress.warn(f"{fault}; most, by {difference:.3g}, in {place}")
         if self.recipe.rollout.mismatch.then == "stop":
-            self.stopped_by = disagreement
+            self.stopped_by = fault
 
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""

@@ -26,6 +26,7 @@ from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import RecipeError, layout
+from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
@@ -53,9 +54,9 @@ class Session:
         self.ends_with(self.watchdog.stop)  # nearly last, since the functions that end first may hang
         self._ends.callback(groups.stop)
         self.job, self.recipe, self.objective = job, recipe, job.objective
-        first = distributed.agree(lambda: job.revisions)
-        if job.revisions != first:  # a branch on the hub moved while ranks of several nodes resolved it
-            raise RecipeError(f"expected the revisions of rank 0, {first}, found {job.revisions}")
+        own, first = revisions(recipe), distributed.agree(lambda: revisions(recipe))
+        if own != first:  # a branch on the hub moved while ranks of several nodes resolved it
+            raise RecipeError(f"expected the revisions of rank 0, {first}, found {own}")
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         # servers are driven by rank 0 alone, a colocated engine by all ranks it lives in
