@@ -26,8 +26,9 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.record.partial import RolloutOrigin
-from megatron_eqlen.run.generation import Generator, Rollouts, suspended_at
+from megatron_eqlen.run.generation import Generator, suspended_at
 from megatron_eqlen.run.replicas import rollouts_of_all_ranks
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, RolloutKey

@@ -12,7 +12,7 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
 from megatron_eqlen.report.format import markdown_rows
-from megatron_eqlen.run.generation import Rollouts
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run_folder import PARTIAL, RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics

@@ -25,8 +25,10 @@ from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
-from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
+from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.prompts import start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step

@@ -24,8 +24,8 @@ from megatron_eqlen.report.metrics import Columns, read_newest
 from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held
 from megatron_eqlen.run.evaluations import Evaluations
-from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.records import StepRecords
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step

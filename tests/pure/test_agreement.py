@@ -17,7 +17,7 @@ from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.recipe import LossRecipe, RecipeError, RolloutRecipe
 from megatron_eqlen.recipe.budget import Spent
-from megatron_eqlen.run.generation import Rollouts
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines, mismatch_of
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
