@@ -1,7 +1,7 @@
 """Scoring: every response that ended gets its verifier's grade, once.
 
-a response ends ──begin──► background: decode, grade ──┐ the harvest ends ─► score: what is not begun yet
-──────┴──► Part.grade
+a response ends ──begin──► background: decode, grade ──┐
+the harvest ends ─► score: what is not begun yet ──────┴──► Part.grade
 """
 
 from __future__ import annotations
