@@ -117,9 +117,8 @@ class Conversations:
             raise
 
     def _play(self, environment: Environment, turn: Turn) -> tuple[Observation, list[int]]:
-        """Return the environment's observation of a turn, and its tokens, none where the response has ended.
-        Raises TypeError for no observation, ValueError for one without a token: the next turn would continue
-        this one."""
+        """Return the environment's observation of a turn, and its tokens; none where the response has ended.
+        Raises TypeError for no observation, ValueError if one lacks tokens: two turns would be one."""
         observation = environment.step(self.read(turn.generated))
         if not isinstance(observation, Observation) or not isinstance(observation.content, str):
             raise _wrong(environment, "step", "an Observation whose content is a str", observation)

@@ -172,8 +172,7 @@ def _scan_levels(
             written.append(new_ - removed)
             outputs.append(output)
         if level + 1 < len(chunks.levels):
-            # state at the end of each chunk with children, [m, b, H, d_k, d_v]: its start's, decayed, and
-            # its own writes
+            # [m, b, H, d_k, d_v] state after each chunk with children: before it, decayed, and its own writes
             with_children = chunks.with_children[level]
             added = writes_[:with_children] @ written[-1][:with_children]
             state = added if state is None else added + keep_[:with_children] * state[:with_children]

@@ -43,8 +43,8 @@ class Probed:
     rollout: Rollout
     line: Line
     at: Mapping[int, np.ndarray]
-    """Rewards of each place's continuations, by the response's tokens before it, ascending; two or more at
-    the prompt, its own at the end."""
+    """Rewards of the continuations of each place, by its distance from the prompt in tokens, ascending: at
+    least two at the prompt; at the end the response's own."""
 
     @cached_property
     def values(self) -> dict[int, np.ndarray]:

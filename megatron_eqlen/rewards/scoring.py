@@ -92,9 +92,8 @@ class Scorer:
         """Fill ``grade`` of each part that ends a response without one. Return the calls and their time.
 
         Waits at most ``seconds`` for graders in the background; responses without a grade then, and those
-        whose grader failed, are unscored. Grading of responses not among ``rollouts`` is cancelled. With
-        ``reward.on_error: end``, raises a grader's error, with a note that names the prompt, or UnscoredError
-        for a late one.
+        whose grader failed, are unscored; with ``reward.on_error: end``, raises UnscoredError or the grader's
+        error with a note that names the prompt. Grading of responses not among ``rollouts`` is cancelled.
         """
         started, ended = time.monotonic(), list(_ended(rollouts))
         deadline = started + seconds

@@ -1,8 +1,7 @@
 """Outcome profile: how much of the reward's variance is decided in each part of a response.
 
 Lines that fork at a prefix h are independent continuations of it: their rewards estimate Var(R | h), what h
-leaves undecided, without bias. Forks of the same rank (the first of each line, the second, ...) end a part of
-a response.
+leaves undecided, without bias. The first forks of all lines end part 1 of a response, the second part 2, ...
 
     v_k    share of Var(R | prompt) that part k decides      x_k    share of a response's tokens at its end
     x, u   x_k at one fork, and the variance left there      m      lines that continue after this fork
