@@ -37,7 +37,7 @@ from megatron_eqlen.types import Metrics, RolloutKey
 class Ahead(Rollouts):
     """``Rollouts`` of a ``Generator`` over servers, harvested ahead."""
 
-    samples = True
+    from_engine = True
 
     def __init__(self, generator: Generator) -> None:
         self.generator, self.session = generator, generator.session

@@ -65,7 +65,7 @@ class Generator(InTurn):
     """Rollouts from this rank's engine, recorded under ``streams`` as they complete. ``synced``: weights come
     from a policy before anything is generated, not from ``recipe.model.path``."""
 
-    samples = True
+    from_engine = True
 
     def __init__(
         self,

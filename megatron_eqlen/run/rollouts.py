@@ -39,8 +39,8 @@ class Rollouts:
     """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
     benchmarks: Sequence[BenchmarkRecipe] = ()
     """Benchmarks that ``evaluate`` accepts."""
-    samples = False
-    """True if an engine samples with the policy's weights; recorded tokens may come from any weights."""
+    from_engine = False
+    """True if an engine samples them with the policy's weights; recorded ones may come from any weights."""
 
     def collect(self, step: Step) -> Step:
         """Return the step with its scored rollouts."""

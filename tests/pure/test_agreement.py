@@ -58,7 +58,7 @@ def differing(mismatch: float) -> Any:
 
 
 class Sampled(Rollouts):
-    samples = True
+    from_engine = True
 
 
 @pytest.mark.parametrize("then", ["warn", "stop"])
