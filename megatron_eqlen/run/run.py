@@ -169,10 +169,9 @@ class Run:
             minibatches, metrics = build_minibatches(
                 step.rollouts, self.session.job, version, gather, dist.get_rank()
             )
-        generated = step.metrics.get("harvest/generated_tokens")
-        if generated:
-            effective = 1000 * metrics["objective/effective_samples"] / generated
-            metrics["objective/effective_per_1k_tokens"] = effective
+        if generated := step.metrics.get("harvest/generated_tokens"):
+            effective = metrics["objective/effective_samples"]
+            metrics["objective/effective_per_1k_tokens"] = 1000 * effective / generated
         return step.log(metrics | seconds), minibatches
 
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
