@@ -142,9 +142,8 @@ def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> In
 
 
 def over_seeds(results: list[EvaluationResult]) -> tuple[Interval, Interval]:
-    """Return the accuracy over training runs that differ in their seed: headline, and the paper's interval. A
-    run's samples are averaged first, so that the seeds are the replicates; with a single run its samples are.
-    Raises ValueError for different questions."""
+    """Return the accuracy over runs with different seeds: headline, and the paper's interval. Replicates are
+    the runs' means, or the samples of a single run. Raises ValueError for different questions."""
     scores = _replicates(shared_questions(results))
     return statistics.crossed_bootstrap(scores), statistics.replicate_bootstrap(scores)
 

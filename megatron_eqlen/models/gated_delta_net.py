@@ -117,8 +117,7 @@ def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tr
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int | None = None
 ) -> Tensor:
-    """Compute the recurrence in plain torch, in at least float32, in chunks of ``size`` positions (default:
-    as the row's runs are long).
+    """Compute the recurrence in torch, in at least float32, by chunks of ``size``, or as runs are long.
 
     Within a chunk, with G_t the sum of its g up to t and S its state at the start, the values w that are
     written to the state solve a triangular system:

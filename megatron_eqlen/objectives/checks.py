@@ -105,8 +105,7 @@ def _sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
 
 
 def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield token baselines beside another baseline, and baselines over the step's other prompts where
-    lengths decide which prompts these are."""
+    """Yield token baselines beside another baseline, and baselines over other prompts selected by length."""
     of_batch = objective.whitened == "standardize"
     key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):

@@ -1,6 +1,5 @@
-"""Options of both engines that have no key of their own: ``model.megatron`` and ``rollout.vllm``. Names are
-those of the engines' own classes, whose source is read, not imported. Options that would break what a run
-promises are refused, each with the reason."""
+"""Options of Megatron and vLLM without a key of their own: ``model.megatron`` and ``rollout.vllm``. Names are
+those of their classes, whose source is read, not imported. Options that would break a run are refused."""
 
 from __future__ import annotations
 
