@@ -126,34 +126,6 @@ def _row(
     return Problem(row_id, question, gold, grader, difficulty, instruction, messages=messages)
 
 
-def _gold(fields: dict[str, Any], grader: str) -> str:
-    golds = fields["answer"]
-    if grader == "math" and isinstance(golds, list) and len(golds) > 1:  # the roots 1 and -1
-        golds = ", ".join(answer_field({"answer": gold}, "answer") for gold in golds)
-    gold = answer_field({"answer": golds}, "answer")
-    return final_answer(gold) if grader == "math" else gold
-
-
-def _reference(fields: dict[str, Any], record: Any, layout: Layout, function: RewardFunction) -> str:
-    """Return the gold with the values that the function's parameters name. Question and answer are known
-    otherwise where a row has none of this name, or where the recipe's ``columns`` take another column."""
-    extra = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
-    for name in filter(kind_of, [*extra]):
-        if extra[name] is None or name not in layout.places.get(name, (name,)):
-            del extra[name]
-    return reference(fields.get("answer", ""), extra)
-
-
-def _difficulty(fields: dict[str, Any]) -> float | None:
-    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for words, which no filter compares."""
-    value = fields.get("difficulty")
-    if isinstance(value, str):
-        share = _SHARE.fullmatch(value)
-        return int(share[1]) / int(share[2]) if share else None
-    # pandas writes NaN where there is none
-    return None if value != value else number_field(fields, "difficulty")
-
-
 def _take_chat(fields: dict[str, Any], grader: str) -> tuple[Turn, ...] | None:
     """Return the turns of a question that is a chat, and put its text, and perhaps its last reply as the
     answer, in ``fields``; None for another question."""
@@ -196,3 +168,31 @@ def _demonstration(
         raise BadRow("no_response", f"expected turns that end with the assistant's, found {asked!r:.200}")
     text = answer_field({"answer": answer}, "answer")
     return (*messages, {"role": "assistant", "content": text}), text
+
+
+def _gold(fields: dict[str, Any], grader: str) -> str:
+    golds = fields["answer"]
+    if grader == "math" and isinstance(golds, list) and len(golds) > 1:  # the roots 1 and -1
+        golds = ", ".join(answer_field({"answer": gold}, "answer") for gold in golds)
+    gold = answer_field({"answer": golds}, "answer")
+    return final_answer(gold) if grader == "math" else gold
+
+
+def _reference(fields: dict[str, Any], record: Any, layout: Layout, function: RewardFunction) -> str:
+    """Return the gold with the values that the function's parameters name. Question and answer are known
+    otherwise where a row has none of this name, or where the recipe's ``columns`` take another column."""
+    extra = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
+    for name in filter(kind_of, [*extra]):
+        if extra[name] is None or name not in layout.places.get(name, (name,)):
+            del extra[name]
+    return reference(fields.get("answer", ""), extra)
+
+
+def _difficulty(fields: dict[str, Any]) -> float | None:
+    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for words, which no filter compares."""
+    value = fields.get("difficulty")
+    if isinstance(value, str):
+        share = _SHARE.fullmatch(value)
+        return int(share[1]) / int(share[2]) if share else None
+    # pandas writes NaN where there is none
+    return None if value != value else number_field(fields, "difficulty")
