@@ -2,13 +2,12 @@
 
     write_text(path, text), write_json(path, data)    replace a file
     read_json(path)                                   read a JSON file
-    shallow_json(data)                                read JSON of somebody else
+    shallow_json(data)                                read JSON from an untrusted source
     replaced(path)                                    replace a file that other code writes
     new_folder(path)                                  create a folder under a new name
     scratch(kind)                                     create a temporary folder of this process
 
-All reach the disk before they get their names: a killed process leaves the old file, and a
-``.NAME*.partial``.
+All reach the disk before they get their names: a killed process leaves the old file and ``.NAME*.partial``.
 """
 
 from __future__ import annotations

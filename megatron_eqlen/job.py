@@ -16,7 +16,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import BenchmarkRecipe, LoraRecipe, Recipe, layout
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.engine_options import MegatronOptions, split_megatron
-from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, revisions, where_from
+from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, where_from
 
 if TYPE_CHECKING:
     from megatron_eqlen.hf.tokenizer import Tokenizer
@@ -40,11 +40,6 @@ class Job:
     def objective(self) -> Objective:
         return resolve(self.recipe)
 
-    @property
-    def revisions(self) -> dict[str, str | None]:
-        """Revision of every name on the hub, by key; ranks must agree on them."""
-        return revisions(self.recipe)
-
     @cached_property
     def megatron(self) -> MegatronOptions:
         return split_megatron(self.recipe.model.megatron)
@@ -61,7 +56,7 @@ class Job:
         section = getattr(self.recipe, self.section)
         folder, repo = Path(section.path), hub_repo(section)
         shipped = KNOWN_MODELS / f"{folder.name.lower()}.json"
-        # a repository of somebody else, or a pinned revision, may differ from the shipped file of that name
+        # another publisher's repository, or a pinned revision, may differ from the shipped file of that name
         published = repo is None or (repo.revision is None and repo.name.startswith(PUBLISHERS))
         if folder.exists():
             source = folder

@@ -4,8 +4,7 @@
 
 *At once*: measured at the same time by rows, data-parallel ranks or engine replicas. *In turn*: one after the
 other within a step, as by the batches of a harvest and the optimizer steps of an update. Token counts add up
-in both; seconds add up in turn, while at once the slowest counts. An undeclared name is an error, at the
-latest when the step is logged.
+in both; seconds add up in turn, while at once the slowest counts. An undeclared name is an error.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source, read_problems
-from megatron_eqlen.environments.conversation import Turn, answer, closed
+from megatron_eqlen.environments.conversation import Turn, closed
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.environments.workspace import require_templates
 from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, commands_refused, find_python, offered_isolation
@@ -22,6 +22,7 @@ from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import own_code, referred
 from megatron_eqlen.rewards.scoring import Scorer
@@ -63,7 +64,7 @@ def inputs(place: Place) -> Finding | None:
     if job is None:
         return None
     job.fetch()
-    commits = "".join(f", {key} {commit}" for key, commit in job.revisions.items())
+    commits = "".join(f", {key} {commit}" for key, commit in revisions(job.recipe).items())
     summary = f"{job.recipe.model.path} and the data are there{commits}"
     if place.short:
         return Finding("ok", summary)
@@ -106,15 +107,15 @@ def environment(place: Place) -> Finding | None:
     if place.job is None or not place.has_prompts or not (is_import_path(name) or name == "workspace"):
         return None
     recipe, tokenizer = place.job.recipe, place.job.tokenizer
-    speak = conversations(recipe, tokenizer)
-    assert speak is not None
+    talks = conversations(recipe, tokenizer)
+    assert talks is not None
     # With one turn allowed the response ends here, so that the environment grades it.
-    once = replace(speak, limits=recipe.environment.model_copy(update={"max_turns": 1}))
+    once = replace(talks, limits=recipe.environment.model_copy(update={"max_turns": 1}))
     turn = Turn(np.array(tokenizer.encode(SAID)), np.array([], int))
     graded: list[str] = []
-    with closing(speak), own_code(name):
+    with closing(talks), own_code(name):
         for prompt in (prompt for prompts in place.prompts.samples(1) for prompt in prompts):
-            played = answer(once, None, prompt, recipe.seed, [turn])
+            played = once.answer(None, prompt, recipe.seed, [turn])
             # Sampling forks it by a copy: an error in that shows here, not in a step.
             if played.environment.copies:
                 closed(played.environment.fork())

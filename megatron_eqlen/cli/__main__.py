@@ -190,7 +190,7 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
         "--model": ("Hugging Face folder or name (default: model.path, or RUN/export)", FILE),
         "--out": ("result file (default for a run: RUN/evaluated.json)", FILE),
     }),
-    "probe": ("continue a run's recorded responses anew: what each sentence changed", {
+    "probe": ("continue a run's recorded responses again: what each sentence changed", {
         "run": ("run folder, or a folder of `eqlen harvest`", FILE),
         "--step": ("step that recorded them", NUMBER | {"required": True, "metavar": "N"}),
         "--at": ("places: sentences, forks, every:TOKENS, or tokens as 10,20", {"default": "sentences"}),

@@ -191,13 +191,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def probe(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.run.probe import Asked, Target
+    from megatron_eqlen.run.probe import ProbeOptions, Target
     from megatron_eqlen.run.probe import probe as continue_rollouts
 
     run: Path = arguments.run
     names = ("run", "step", "at", "samples", "budget", "seed", "force")
     job = Job(pinned(load(run / RECIPE), run))
-    target = Target(job, Asked(**{name: getattr(arguments, name) for name in names}))
+    target = Target(job, ProbeOptions(**{name: getattr(arguments, name) for name in names}))
     out = arguments.out or run / "probes" / step_name(arguments.step)
     # Ranks that this command starts run it again, and print nothing.
     if "RANK" not in os.environ:

@@ -79,8 +79,7 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
     # What stands before the first launcher is another program's: ``srun --nodes 2 python train.py``.
     commands = [command[next(first, 0) :] for command, first in zip(started, launchers, strict=True)]
     configured = [_of_words(command, trainer, file, written) for command in commands]
-    # A command is a training if it gives two known keys or more, and half as many as the best has. Others are
-    # servers, conversions of checkpoints, or other trainers.
+    # A training gives two known keys or more, and half as many as the best has; others are servers and so on.
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
     training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
     if not training:

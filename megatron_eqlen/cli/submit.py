@@ -74,7 +74,7 @@ class Submission:
         for problem in memory(self.job).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
         self.folder.path.mkdir(parents=True, exist_ok=True)
-        # A STOP file would end the new job at its start; one for a run that goes on is left.
+        # A STOP file would end the new job at its start; one for a run that continues is left.
         if self.folder.stop.exists() and not is_locked(self.folder.path / LOCK):
             self.folder.stop.unlink()
             print(f"removed {self.folder.stop}, which asked an earlier try to stop")

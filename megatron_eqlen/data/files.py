@@ -1,6 +1,5 @@
-"""Reads the records of a file; any fault in it is a ValueError that names file and row, what was expected and
-what was found. A file that is damaged or of another kind ends the run; a readable record that cannot be used
-is counted by the reader (``BadRow``)."""
+"""Reads the records of a file. A damaged file, or one of another kind, is a ValueError that names file and
+row, what was expected and what was found; a readable record that cannot be used is counted by its reader."""
 
 from __future__ import annotations
 

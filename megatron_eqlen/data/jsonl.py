@@ -62,10 +62,10 @@ def read(
             f"{path}: expected files of one split, found {', '.join(sorted(splits))}: name it, split: train"
         )
     if others := [each.name for each in path.rglob("*") if each.suffix in UNREAD or not each.exists()]:
-        tally.say(f"not read: {', '.join(sorted(others)[:5])}")
+        tally.note(f"not read: {', '.join(sorted(others)[:5])}")
     for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)
-        tally.say(layout.told)
+        tally.note(layout.note)
         # only the columns that are read: a parquet file may hold long others
         extra = function.columns(layout.names) if function else ()
         places = (place for each in layout.places.values() for place in each)
@@ -93,23 +93,13 @@ def _row(
         hint = " (a file that is one list is named .json)" if isinstance(record, list) else ""
         raise BadRow("wrong_type", f"expected a record, found {type(record).__name__}{hint}")
     try:
-        fields, messages = layout.fields(record), None
+        fields = layout.fields(record)
     except ValueError as error:
         raise BadRow("two_questions", str(error)) from None
     grader = named or fields.get("grader") or "math"
     if named is None and grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
-    # a chat is a question of several turns; its last reply may be the answer
-    asked = fields.get("question")
-    if isinstance(asked, list | dict):
-        messages, reply = _chat(asked)
-        # The question as text, for filters and reward functions; the prompt is made of the turns.
-        said = [f"{turn['role']}: {turn['content']}" for turn in messages]
-        fields |= {"question": "\n\n".join(said) if said[1:] else messages[0]["content"], "instruction": ""}
-        if grader == DEMONSTRATION:
-            messages, fields["answer"] = _demonstration(messages, reply, fields.get("answer"), asked)
-        elif reply is not None and fields.get("answer") is None:
-            fields["answer"] = reply
+    messages = _take_chat(fields, grader)
     if "question" not in fields:
         raise BadRow("missing_column", layout.missing("question"))
     question = text_field(fields, "question")
@@ -132,31 +122,25 @@ def _row(
         return replace(code_row(row_id, question, tests, difficulty, instruction), messages=messages)
     if "answer" not in fields and (function is None or function.needs_gold):
         raise BadRow("missing_column", layout.missing("answer"))
-    if function is not None:
-        # Values that the function's parameters name, beside the gold. Question and answer are known otherwise
-        # where a row has none of this name, or where the recipe's `columns` take them from another column.
-        extra = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
-        for name in filter(kind_of, [*extra]):
-            if extra[name] is None or name not in layout.places.get(name, (name,)):
-                del extra[name]
-        answer = reference(fields.get("answer", ""), extra)
-    else:
-        golds = fields["answer"]
-        if grader == "math" and isinstance(golds, list) and len(golds) > 1:  # the roots 1 and -1
-            fields["answer"] = ", ".join(answer_field({"answer": gold}, "answer") for gold in golds)
-        answer = answer_field(fields, "answer")
-        answer = final_answer(answer) if grader == "math" else answer
-    return Problem(row_id, question, answer, grader, difficulty, instruction, messages=messages)
+    gold = _gold(fields, grader) if function is None else _reference(fields, record, layout, function)
+    return Problem(row_id, question, gold, grader, difficulty, instruction, messages=messages)
 
 
-def _difficulty(fields: dict[str, Any]) -> float | None:
-    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for words, which no filter compares."""
-    value = fields.get("difficulty")
-    if isinstance(value, str):
-        share = _SHARE.fullmatch(value)
-        return int(share[1]) / int(share[2]) if share else None
-    # pandas writes NaN where there is none
-    return None if value != value else number_field(fields, "difficulty")
+def _take_chat(fields: dict[str, Any], grader: str) -> tuple[Turn, ...] | None:
+    """Return the turns of a question that is a chat, and put its text, and perhaps its last reply as the
+    answer, in ``fields``; None for another question."""
+    asked = fields.get("question")
+    if not isinstance(asked, list | dict):
+        return None
+    messages, reply = _chat(asked)
+    # The question as text, for filters and reward functions; the prompt is made of the turns.
+    said = [f"{turn['role']}: {turn['content']}" for turn in messages]
+    fields |= {"question": "\n\n".join(said) if said[1:] else messages[0]["content"], "instruction": ""}
+    if grader == DEMONSTRATION:
+        messages, fields["answer"] = _demonstration(messages, reply, fields.get("answer"), asked)
+    elif reply is not None and fields.get("answer") is None:
+        fields["answer"] = reply
+    return messages
 
 
 def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:
@@ -184,3 +168,31 @@ def _demonstration(
         raise BadRow("no_response", f"expected turns that end with the assistant's, found {asked!r:.200}")
     text = answer_field({"answer": answer}, "answer")
     return (*messages, {"role": "assistant", "content": text}), text
+
+
+def _gold(fields: dict[str, Any], grader: str) -> str:
+    golds = fields["answer"]
+    if grader == "math" and isinstance(golds, list) and len(golds) > 1:  # the roots 1 and -1
+        golds = ", ".join(answer_field({"answer": gold}, "answer") for gold in golds)
+    gold = answer_field({"answer": golds}, "answer")
+    return final_answer(gold) if grader == "math" else gold
+
+
+def _reference(fields: dict[str, Any], record: Any, layout: Layout, function: RewardFunction) -> str:
+    """Return the gold with the values that the function's parameters name. Question and answer are known
+    otherwise where a row has none of this name, or where the recipe's ``columns`` take another column."""
+    extra = {name: value_at(record, name) for name in function.columns([*layout.names, *record])}
+    for name in filter(kind_of, [*extra]):
+        if extra[name] is None or name not in layout.places.get(name, (name,)):
+            del extra[name]
+    return reference(fields.get("answer", ""), extra)
+
+
+def _difficulty(fields: dict[str, Any]) -> float | None:
+    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for words, which no filter compares."""
+    value = fields.get("difficulty")
+    if isinstance(value, str):
+        share = _SHARE.fullmatch(value)
+        return int(share[1]) / int(share[2]) if share else None
+    # pandas writes NaN where there is none
+    return None if value != value else number_field(fields, "difficulty")

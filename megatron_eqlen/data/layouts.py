@@ -87,7 +87,7 @@ class Layout:
     """Columns or paths of ``question``, ``answer``, ``grader`` and others, the preferred ones first."""
     names: Sequence[str]
     """Columns of the file; those within a record with their path."""
-    told: str = ""
+    note: str = ""
     """Sentence on where question and answer come from; empty if they have our names."""
 
     def fields(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     if grader == DEMONSTRATION:  # a chat with the response, which what stands beside it lacks (OpenR1-Math)
         places["question"] = tuple(sorted(places["question"], key=lambda place: not _replies(place, sample)))
     places |= {ours: (place,) for ours, place in columns.items()}
-    return Layout(file, places, names, _told(places, sample, grader))
+    return Layout(file, places, names, _note(places, sample, grader))
 
 
 def value_at(record: Any, place: str, default: Any = None) -> Any:
@@ -310,7 +310,7 @@ def _check_columns(
             raise ValueError(f"{file}: columns: {ours}: {columns[ours]} has no effect: {why}")
 
 
-def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict], grader: str | None) -> str:
+def _note(places: Mapping[str, Sequence[str]], sample: Sequence[dict], grader: str | None) -> str:
     question, answer = (_used(places[ours], sample) for ours in KNOWN)
     if grader == DEMONSTRATION and all(_replies(place, sample) for place in question):
         answer = []

@@ -193,7 +193,7 @@ class _Source:
 
 class PromptSource:
     """An endless, deterministic stream of training prompts. A source's share of the prompts is its weight;
-    each of its epochs is shuffled anew. A prompt's id is unique in a run: it carries the epoch from the
+    each of its epochs is shuffled again. A prompt's id is unique in a run: it carries the epoch from the
     second one on (``deepmath/train-00000.parquet#17@1``)."""
 
     def __init__(
@@ -235,9 +235,9 @@ class PromptSource:
         for source in self._sources:
             source.load_state_dict(state["sources"][source.name])
 
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Return a sentence for each source whose columns were recognised by other names than ours."""
-        sources = ((source.name, "; ".join(source.tally.told)) for source in self._sources)
+        sources = ((source.name, "; ".join(source.tally.notes)) for source in self._sources)
         return [f"data source {name}: {text}" for name, text in sources if text]
 
     def samples(self, count: int) -> Iterator[list[Prompt]]:
@@ -262,8 +262,8 @@ class PromptSource:
                 raise ValueError(f"data source {source.name}: {faults.unusable(kept)}")
             lengths = sorted(len(prompt.token_ids) for prompt in prompts)
             text = f"{source.name}: {len(source.rows):,} rows"
-            if source.tally.told:
-                text += f" ({'; '.join(source.tally.told)})"
+            if source.tally.notes:
+                text += f" ({'; '.join(source.tally.notes)})"
             if source.tally.dropped:
                 text += f"; {source.tally.summary(len(source.rows))}"
             if tally.dropped:

@@ -79,12 +79,12 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     """For each reason the first row and what was found there; not kept in checkpoints."""
-    told: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
     """Sentences on how the files were read."""
 
-    def say(self, text: str) -> None:
-        if text and text not in self.told:
-            self.told.append(text)
+    def note(self, text: str) -> None:
+        if text and text not in self.notes:
+            self.notes.append(text)
 
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:

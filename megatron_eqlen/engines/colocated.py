@@ -1,8 +1,8 @@
 """vLLM in the training process: the same GPUs (or CPU) generate and train in turns.
 
-Of several ranks each group of ``rollout.tensor_parallel`` is one replica, whose ranks must make the same
-calls in the same order. While training runs, ``sleep`` has given the GPU memory back and dropped the weights,
-since every harvest starts with new ones. Requests go directly to the engine core of vLLM 0.32's V1 engine: a
+Each group of ``rollout.tensor_parallel`` ranks is one replica, whose ranks must make the same calls in the
+same order. While training runs, ``sleep`` has given the GPU memory back and dropped the weights: every
+harvest starts with new ones. Requests go directly to the engine core of vLLM 0.32's V1 engine: a
 harvest needs no output objects and no detokenization.
 """
 
@@ -45,8 +45,8 @@ with importing_vllm():
 
 
 class ColocatedEngine:
-    """An ``Engine`` (see there) around vLLM in this process. ``model_path``: a Hugging Face folder with
-    weights, those of ``policy_version``. ``seed``: vLLM's own; draws come from ``submit``'s."""
+    """An ``Engine`` (see there) around vLLM in this process. ``model_path``: a Hugging Face folder, whose
+    weights are version 0. ``seed``: vLLM's own; draws come from ``submit``'s."""
 
     def __init__(
         self,
@@ -56,7 +56,6 @@ class ColocatedEngine:
         eos_token_ids: Collection[int],
         max_model_len: int,
         seed: int = 0,
-        policy_version: int = 0,
     ) -> None:
         # a folder that does not fit fails here, before vLLM starts
         self.weights = WeightTable.read(model_path)
@@ -67,7 +66,7 @@ class ColocatedEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
         self.moe_layers = read_config(model_path).moe_layers
-        self.policy_version = policy_version
+        self.policy_version = 0
         self.stock = STOCK if self.core.vllm_config.use_v2_model_runner else "vLLM V1"
         """Name of vLLM's own sampler in this engine."""
         self.requests: dict[str, Request] = {}

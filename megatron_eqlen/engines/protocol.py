@@ -32,7 +32,7 @@ t of a path from its seed and t, and give its log-prob under the distribution th
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Return the recipe's sampling as ``SamplingParams`` take it, without what differs between requests.
-    Temperature 0 (greedy) samples among one token, which every sampler of ours does alike."""
+    Temperature 0 (greedy) samples from one token, which works the same in every sampler."""
     return {
         "temperature": rollout.temperature or 1.0,
         "top_p": rollout.top_p,
@@ -121,9 +121,8 @@ class Engine(Decoder, Protocol):
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load every weight of the model, by Hugging Face name; no later request uses keys and values cached
-        before. Requires that no request is unfinished, except with ``rollout.staleness``: these continue
-        under the new weights. Raises ValueError for unknown, missing or misshapen weights; the engine then
-        refuses requests until an update succeeds."""
+        before. Unfinished requests, allowed with ``rollout.staleness``, continue under the new weights.
+        Raises ValueError for unknown, missing or misshapen weights; the next update must then succeed."""
 
     def probe(self) -> list[TokenTree]:
         """Return a line that each server in use samples now, as a tree with its name; [] in this process."""

@@ -91,8 +91,7 @@ class HttpLoop:
 
 def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     """Return a session of the running event loop, whose requests have ``headers`` and a connection each."""
-    # A kept connection may be closed by the server just as a request goes out on it: that looks like a
-    # replica that died.
+    # The server may close a kept connection just as a request goes out: that looks like a dead replica.
     return aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -236,7 +235,7 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(STAY)
             staying = [replica.post(OWN[1:]) for replica in self.alive]
-            await asyncio.gather(*staying, return_exceptions=True)  # whoever needs a lost server notices
+            await asyncio.gather(*staying, return_exceptions=True)  # the next call to a lost server notices
 
     def refuse_taken(self) -> None:
         """Raise EngineError if another trainer owns one of the servers."""

@@ -57,11 +57,11 @@ def name_of_sync(policy_version: int) -> str:
 class ServerEngine:
     """An ``Engine`` (see there) over ``rollout.servers``.
 
-    ``model_path``: the model that the servers were started with; ``policy_version``: its version. With
-    ``syncs_first`` servers may hold any weights (those of the last sync before a restart), and requests are
-    refused until ``update_weights``. ``run``: the run's folder, which others are told if they find its
-    servers in use, and through which weights pass; None: a temporary one. ``dtype``: the recipe's. Raises
-    EngineError if no server answers, or another trainer uses one.
+    ``model_path``: the model that the servers were started with, as version 0. With ``syncs_first`` servers
+    may hold any weights (those of the last sync before a restart), and requests are refused until
+    ``update_weights``. ``run``: the run's folder, through which weights pass, and which other trainers are
+    told if they find its servers in use; None: a temporary one. ``dtype``: the recipe's. Raises EngineError
+    if no server answers, or another trainer uses one.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class ServerEngine:
         rollout: RolloutRecipe,
         eos_token_ids: Collection[int],
         max_model_len: int,
-        policy_version: int = 0,
         syncs_first: bool = False,
         run: Path | None = None,
         dtype: str = "float32",
@@ -85,10 +84,10 @@ class ServerEngine:
         self.eos_token_ids = eos_token_ids
         self.sample_as(rollout)
         self.max_model_len = max_model_len
-        self.policy_version = policy_version
+        self.policy_version = 0
         self.weight_version = UNTOUCHED
         self.homes: dict[str, Replica] = {}
-        self.versions = {UNTOUCHED: policy_version}
+        self.versions = {UNTOUCHED: 0}
         """Policy versions of the weights that may sample tokens, by vLLM's names; the newest is last."""
         self.busy = threading.RLock()
         """Held by one call at a time: a weight sync blocks a thread that harvests."""

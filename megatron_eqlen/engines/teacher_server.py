@@ -60,9 +60,8 @@ class TeacherServer:
         # all lines are on their way before the first answer is awaited
         asked = []
         for rollout in rollouts:
-            # the parts that none continues: their lines hold every part, shared ones more than once
-            for last in {part.number for part in rollout.parts} - {part.parent for part in rollout.parts}:
-                line = rollout.line(last)
+            # lines hold every part, shared ones more than once
+            for line in (rollout.line(line.last.number) for line in rollout.lines()):
                 if any(TEACHER.name not in part.tokens for part in line):
                     path = [*rollout.prompt.token_ids, *tokens_along(line).tolist()]
                     asked.append((line, self._io.start(self._logprobs(path))))

@@ -1,4 +1,4 @@
-"""An agent of somebody else's: a function that speaks to the policy as to OpenAI, and returns a reward. It
+"""An external agent: a function that speaks to the policy as to OpenAI, and returns a reward. It
 runs in a thread beside the harvest. Each of its requests is an observation, and waits for the policy's turn;
 where the function returns, the response has ended."""
 
@@ -103,5 +103,5 @@ def _play(episode: Episode, play: Callable[[], Any]) -> None:
     try:
         reward = play()
         episode.end(asyncio.run(reward) if inspect.iscoroutine(reward) else reward)
-    except BaseException as error:  # noqa: BLE001  another's code: the rollout is dropped
+    except BaseException as error:  # noqa: BLE001  the user's code: the rollout is dropped
         episode.end(error=error)

@@ -53,6 +53,20 @@ def turns_of(path: Tokens) -> list[Turn]:
     return turns
 
 
+class Answer(NamedTuple):
+    """Result of a call."""
+
+    environment: Environment
+    given: list[int] | None = None
+    """Tokens that answer the turn; None: the response has ended."""
+    grade: Grade | None = None
+    """Grade of an ended response, where the environment grades."""
+    cut: bool = False
+    """True if a limit ended the response, not the environment."""
+    changed: int = 0
+    """Earlier turns to which a new environment, hearing them again, gave other answers than recorded."""
+
+
 @dataclass(frozen=True)
 class Conversations:
     """Makes the environments of a harvest, and translates for them."""
@@ -73,55 +87,57 @@ class Conversations:
     own_seeds: bool = False
     """True if each first track of a rollout has a seed of its own, as the samples of an evaluation have."""
 
+    def answer(self, environment: Environment | None, prompt: Prompt, seed: int, turns: list[Turn]) -> Answer:
+        """Let the environment answer the last of ``turns``, all turns of the response so far. None: a new
+        one, which is told the turns before; the record stands, whatever it answers to these."""
+        is_new, environment = environment is None, environment or self.make(prompt, seed)
+        try:
+            # A new environment hears all turns again, or takes the state that was saved before this turn.
+            first = 0 if is_new else len(turns) - 1
+            if is_new and (saved := self._saved(seed, prompt, turns[:-1])) is not None:
+                environment.load(saved.read_text(), saved.parent)
+                first = len(turns) - 1
+            if is_new and self.forked_as is not None:
+                environment.forked_as = self.forked_as
+            changed = sum(self._play(environment, t)[1] != t.given.tolist() for t in turns[first:-1])
+            observation, given = self._play(environment, turns[-1])
+            # Given tokens of all turns count against the limit.
+            before = sum(len(turn.given) for turn in turns)
+            over = len(turns) >= self.limits.max_turns or before + len(given) > self.limits.max_given_tokens
+            if observation.done or over:
+                return Answer(environment, None, _grade(environment), not observation.done, changed)
+            # Saved only where the class says how.
+            if self.kept is not None and type(environment).save is not Environment.save:
+                answered = [*turns[:-1], turns[-1]._replace(given=np.array(given))]
+                _save(environment, self.kept / STATES / _name(seed, prompt, answered, environment.forked_as))
+            return Answer(environment, given, changed=changed)
+        except BaseException:
+            if is_new:  # nobody else has it
+                closed(environment)
+            raise
 
-class Answer(NamedTuple):
-    """Result of a call."""
+    def _play(self, environment: Environment, turn: Turn) -> tuple[Observation, list[int]]:
+        """Return the environment's observation of a turn, and its tokens; none where the response has ended.
+        Raises TypeError for no observation, ValueError if one lacks tokens: two turns would be one."""
+        observation = environment.step(self.read(turn.generated))
+        if not isinstance(observation, Observation) or not isinstance(observation.content, str):
+            raise _wrong(environment, "step", "an Observation whose content is a str", observation)
+        given = [] if observation.done else self.write(observation)
+        if not given and not observation.done:
+            expected = "an Observation that the chat template writes as tokens"
+            found = f"{observation.content!r}, which it writes as none"
+            raise ValueError(f"{type(environment).__name__}.step: expected {expected}, found {found}")
+        return observation, given
 
-    environment: Environment
-    given: list[int] | None = None
-    """Tokens that answer the turn; None: the response has ended."""
-    grade: Grade | None = None
-    """Grade of an ended response, where the environment grades."""
-    cut: bool = False
-    """True if a limit ended the response, not the environment."""
-    changed: int = 0
-    """Earlier turns that a new environment, which was told them, answered otherwise than recorded."""
-
-
-def answer(
-    speak: Conversations, environment: Environment | None, prompt: Prompt, seed: int, turns: list[Turn]
-) -> Answer:
-    """Let the environment answer the last of ``turns``, all turns of the response so far. None: a new one,
-    which is told the turns before; what it answers there is not read, the record stands."""
-    known, environment = environment, environment or speak.make(prompt, seed)
-    try:
-        # A new environment hears all turns again, or takes the state that was saved before this turn.
-        first = 0 if known is None else len(turns) - 1
-        if known is None and (saved := _saved(speak, seed, prompt, turns[:-1])) is not None:
-            environment.load(saved.read_text(), saved.parent)
-            first = len(turns) - 1
-        if known is None and speak.forked_as is not None:
-            environment.forked_as = speak.forked_as
-        changed = sum(
-            _given(speak, environment, _step(speak, environment, turn)) != turn.given.tolist()
-            for turn in turns[first:-1]
-        )
-        observation = _step(speak, environment, turns[-1])
-        given = _given(speak, environment, observation)
-        # Given tokens of all turns count against the limit.
-        before = sum(len(turn.given) for turn in turns)
-        over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
-        if observation.done or over:
-            return Answer(environment, None, _grade(environment), not observation.done, changed)
-        # Saved only where the class says how.
-        if speak.kept is not None and type(environment).save is not Environment.save:
-            answered = [*turns[:-1], turns[-1]._replace(given=np.array(given))]
-            _save(environment, speak.kept / STATES / _name(seed, prompt, answered, environment.forked_as))
-        return Answer(environment, given, changed=changed)
-    except BaseException:
-        if known is None:  # nobody else has it
-            closed(environment)
-        raise
+    def _saved(self, seed: int, prompt: Prompt, turns: list[Turn]) -> Path | None:
+        """Return the file of the state after ``turns``, of this step or an earlier one; None without one."""
+        if self.kept is None or not turns:
+            return None
+        forks = self.forked_as or ()
+        # Most specific first: the line's own state, those of the lines that it forked from, then of any fork.
+        names = [_name(seed, prompt, turns, forks[:stop]) for stop in range(len(forks), -1, -1)]
+        found = (self.kept.parent.glob(f"*/{STATES}/{name}") for name in [*names, f"{names[-1]}-*[0-9]"])
+        return next(chain.from_iterable(found), None)
 
 
 def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = ()) -> str:
@@ -129,17 +145,6 @@ def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = (
     said = [[turn.generated.tolist(), turn.given.tolist()] for turn in turns]
     digest = hashlib.sha256(json.dumps([seed, prompt.prompt_id, said]).encode()).hexdigest()
     return "-".join([digest, *map(str, forks)])
-
-
-def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -> Path | None:
-    """Return the file of the state after ``turns``, of this step or an earlier one; None without one."""
-    if speak.kept is None or not turns:
-        return None
-    forks = speak.forked_as or ()
-    # Most specific first: the line's own state, those of the lines that it forked from, then of any fork.
-    names = [_name(seed, prompt, turns, forks[:stop]) for stop in range(len(forks), -1, -1)]
-    found = (speak.kept.parent.glob(f"*/{STATES}/{name}") for name in [*names, f"{names[-1]}-*[0-9]"])
-    return next(chain.from_iterable(found), None)
 
 
 def _save(environment: Environment, file: Path) -> None:
@@ -157,31 +162,12 @@ def closed(environment: Environment) -> None:
         environment.close()
 
 
-def _step(speak: Conversations, environment: Environment, turn: Turn) -> Observation:
-    """Let the environment answer a turn. Raises TypeError for what is no answer."""
-    observation = environment.step(speak.read(turn.generated))
-    if not isinstance(observation, Observation) or not isinstance(observation.content, str):
-        raise _wrong(environment, "step", "an Observation whose content is a str", observation)
-    return observation
-
-
-def _given(speak: Conversations, environment: Environment, observation: Observation) -> list[int]:
-    """Return the tokens that answer a turn, none where the response has ended. Raises ValueError for an
-    observation without a token: the next turn would continue this one."""
-    given = [] if observation.done else speak.write(observation)
-    if not given and not observation.done:
-        expected = "an Observation that the chat template writes as tokens"
-        found = f"{observation.content!r}, which it writes as none"
-        raise ValueError(f"{type(environment).__name__}.step: expected {expected}, found {found}")
-    return given
-
-
 def _grade(environment: Environment) -> Grade | None:
     """Return the environment's grade of the response. Raises TypeError for what is no grade."""
     grade = environment.grade()
     if grade is None:
         return grade
-    # Texts of somebody else's code may hold half a surrogate pair, which no record takes.
+    # Texts of a user's code may hold half a surrogate pair, which no record takes.
     if isinstance(grade, Grade):
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
         return replace(grade, **{name: text and encodable(str(text)) for name, text in texts.items()})

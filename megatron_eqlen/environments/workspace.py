@@ -402,8 +402,7 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
         # Paths that the upper tar or ``without`` takes.
         new = {member.name for member in over if not member.isdir()} | without
         folders = {member.name for member in over if member.isdir()} | set().union(*map(_parents, new))
-        # All others stay, unless they are files or links where the upper tar has a folder: a link would lead
-        # its files elsewhere.
+        # All others stay, but no file or link where the upper tar has a folder: a link would lead elsewhere.
         old = [
             member
             for member in under

@@ -15,7 +15,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, UnscoredError
-from megatron_eqlen.sampling.harvester import all_rollouts
+from megatron_eqlen.sampling.harvester import every_rollout
 from megatron_eqlen.types import Part, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def evaluate(
     recipe: Recipe,
     eos_token_ids: Collection[int],
     share: Callable[[list[Prompt]], list[Prompt]] = list,
-    grades: Callable[[Prompt, int], bool] = all_rollouts,
+    grades: Callable[[Prompt, int], bool] = every_rollout,
     gather: Callable[[list], list] = list,
     conversations: Conversations | None = None,
 ) -> EvaluationResult:

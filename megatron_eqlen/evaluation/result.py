@@ -71,11 +71,11 @@ class EvaluationResult:
         return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
 
     def is_like(self, other: EvaluationResult) -> bool:
-        """Return True if both answered the same questions, sampled alike: the rest is the weights'."""
+        """Return True if both answered the same questions with the same sampling: only weights may differ."""
         return all(self.manifest.get(key) == other.manifest.get(key) for key in ("question_ids", "rollout"))
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
-        """Return True if this was measured as ``manifest`` says, but for keys of other package versions."""
+        """Return True if this was measured as ``manifest`` says, without keys of other versions."""
         found = _settings(self.manifest)
         return all(found.get(key, value) == value for key, value in _settings(manifest).items())
 
@@ -142,9 +142,8 @@ def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> In
 
 
 def over_seeds(results: list[EvaluationResult]) -> tuple[Interval, Interval]:
-    """Return the accuracy over training runs that differ in their seed: headline, and the paper's interval. A
-    run's samples are averaged first, so that the seeds are the replicates; with a single run its samples are.
-    Raises ValueError for different questions."""
+    """Return the accuracy over runs with different seeds: headline, and the paper's interval. Replicates are
+    the runs' means, or the samples of a single run. Raises ValueError for different questions."""
     scores = _replicates(shared_questions(results))
     return statistics.crossed_bootstrap(scores), statistics.replicate_bootstrap(scores)
 
@@ -158,7 +157,7 @@ def _replicates(results: list[EvaluationResult]) -> np.ndarray:
 
 def shared_questions(results: list[EvaluationResult]) -> list[EvaluationResult]:
     """Return the results on the questions that all have: one without a reward is left out of an evaluation.
-    Raises ValueError if a result has less than nine tenths of another's."""
+    Raises ValueError if a result has less than nine tenths of another result's questions."""
     by_id = [{answers.prompt_id: answers for answers in result.answers} for result in results]
     shared = [name for name in by_id[0] if all(name in of for of in by_id)]
     same_files = all(each.manifest.get("sha256") == results[0].manifest.get("sha256") for each in results)

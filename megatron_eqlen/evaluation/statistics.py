@@ -49,9 +49,8 @@ def replicate_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
 
 
 def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Interval:
-    """Return ``after`` minus ``before`` on the same problems, ``[R1, P]`` and ``[R2, P]``. A bootstrap draw
-    takes the same problems on both sides and resamples the replicates of each side on its own. Raises
-    ValueError if the numbers of problems differ."""
+    """Return ``after`` [R2, P] minus ``before`` [R1, P]. A bootstrap draw takes the same problems on both
+    sides, and replicates of each on its own. Raises ValueError for unequal numbers of problems."""
     before, after = _checked(before), _checked(after)
     if before.shape[1] != after.shape[1]:
         raise ValueError(f"paired difference: {before.shape[1]} problems before, {after.shape[1]} after")

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.engines.protocol import EngineError
-from megatron_eqlen.environments.conversation import Answer, Conversations, answer, closed, turns_of
+from megatron_eqlen.environments.conversation import Answer, Conversations, closed, turns_of
 from megatron_eqlen.environments.environment import Environment, LostError
 from megatron_eqlen.processes.failures import name_of, text_of
 from megatron_eqlen.sampling.harvester import Harvester
@@ -41,7 +41,7 @@ class Call:
     """Turns of the response so far, with the one that is answered."""
     work: Callable[[], Answer]
     is_new: bool
-    """True if ``work`` makes the environment, which nobody else has yet."""
+    """True if ``work`` makes the environment: no state holds it yet."""
     result: Future[Answer] = field(default_factory=Future)
     started: float = 0.0
     ended: float = 0.0
@@ -59,13 +59,13 @@ class Call:
 
 
 def _begun[R](work: Callable[[], R]) -> Future[R]:
-    """Run another's code in a daemon thread: one that never returns does not keep the process alive."""
+    """Run a user's code in a daemon thread: one that never returns does not keep the process alive."""
     result: Future[R] = Future()
 
     def run() -> None:
         try:
             value = work()
-        except BaseException as error:  # noqa: BLE001  another's code, which may also exit
+        except BaseException as error:  # noqa: BLE001  a user's code, which may also exit
             result.set_exception(error if isinstance(error, Exception) else RuntimeError(name_of(error)))
         else:
             result.set_result(value)
@@ -75,7 +75,7 @@ def _begun[R](work: Callable[[], R]) -> Future[R]:
 
 
 def _within(seconds: float, work: Callable[[], Answer]) -> Answer:
-    """Return the result of another's code. Raises its error, or TimeoutError."""
+    """Return the result of a user's code. Raises its error, or TimeoutError."""
     result = _begun(work)
     if wait([result], seconds).not_done:
         result.add_done_callback(_close)
@@ -102,11 +102,11 @@ class _State(NamedTuple):
 class Dialogues:
     """Lets environments answer the turns that tracks have ended. An environment is made when its track first
     needs it: new, or where the track's line was answered before (a fork, a resumed track), by a copy or by
-    replaying the messages. Without ``speak`` no track ends a turn."""
+    replaying the messages. Without ``conversations`` no track ends a turn."""
 
-    def __init__(self, speak: Conversations | None) -> None:
-        self.speak = speak
-        self.timeout = speak.limits.timeout if speak else 0.0
+    def __init__(self, conversations: Conversations | None) -> None:
+        self.conversations = conversations
+        self.timeout = conversations.limits.timeout if conversations else 0.0
         self.waiting: deque[Call] = deque()
         """Calls that wait for a worker."""
         self.running: list[Call] = []
@@ -132,7 +132,7 @@ class Dialogues:
 
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
         """Start the calls that the harvester allows."""
-        if self.speak is None:
+        if self.conversations is None:
             return
         now = time.perf_counter()
         # a wait begins where the turn ends, though the harvester may hold the answer back for a fork
@@ -148,15 +148,15 @@ class Dialogues:
                 turns = turns_of(path_of(harvester, track))
                 self.counts["replays"] += state is None and len(turns) > 1
                 environment = state and state.environment
-                number = COINS - track.number if self.speak.own_seeds else COINS
+                number = COINS - track.number if self.conversations.own_seeds else COINS
                 seed = track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
-                speak = replace(self.speak, forked_as=track.forks)
-                work = partial(answer, speak, environment, harvester.prompt, seed, turns)
+                forked = replace(self.conversations, forked_as=track.forks)
+                work = partial(forked.answer, environment, harvester.prompt, seed, turns)
                 self.waiting.append(Call(key, track, len(turns), work, environment is None))
         self._admit()
 
     def _admit(self) -> None:
-        while self.speak and self.waiting and len(self.running) < self.speak.limits.workers:
+        while self.conversations and self.waiting and len(self.running) < self.conversations.limits.workers:
             call = self.waiting.popleft()
             call.started = time.perf_counter()
             self.running.append(call)
@@ -180,7 +180,7 @@ class Dialogues:
                         made.environment.forked_as = track.forks
                         states[track.number] = _State(made.environment, track, turns)
                         self.counts["copies"] += 1
-                    except Exception as error:  # noqa: BLE001  another's code
+                    except Exception as error:  # noqa: BLE001  a user's code
                         if self.fork_error is None:
                             told = name_of(error)
                             log.warning("forks get new environments, which are told the messages: %s", told)
@@ -206,8 +206,8 @@ class Dialogues:
         return ended
 
     def take(self, call: Call) -> None:
-        """Use the result of a call: the track goes on, or has ended. Raises EngineError if a new environment
-        in place of a copy answered otherwise: leaving the rollout out would leave out those that fork."""
+        """Use the result of a call: the track continues or has ended. Raises EngineError if a new environment
+        in place of a copy gave other answers: to drop its rollout would be to drop those that fork."""
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
         if changed and self.fork_error is not None:
             raise EngineError(
@@ -256,7 +256,7 @@ class Dialogues:
 
     def close(self) -> None:
         """Give up all environments."""
-        if self.speak is None:
+        if self.conversations is None:
             return
         for key in list(self._states):
             self.end(key)
@@ -264,7 +264,7 @@ class Dialogues:
             log.warning("%d environments did not close in %g s", len(late), self.timeout)
 
     def metrics(self, counts: Mapping[str, int]) -> Metrics:
-        if self.speak is None:
+        if self.conversations is None:
             return {}
         metrics = {
             "environment/seconds": fmean(self._called or [0.0]),
@@ -279,7 +279,7 @@ def path_of(harvester: Harvester, track: Track) -> Tokens:
     return Tokens.joined([*(part.tokens for part in harvester.line(track.parent)), own])
 
 
-def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
+def grade_again(conversations: Conversations, rollout: Rollout, seed: int) -> bool:
     """Fill in the environments' grades of a recorded rollout by replaying its messages. Return False if an
     environment fails: the rollout must be generated again. ``seed``: of its harvester."""
     seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
@@ -287,14 +287,14 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
         # no grade of an environment is recorded with it, or only its failure: play the turns to a new one
         if part.finish_reason == "stop" and (part.grade is None or part.grade.verdict == UNSCORED):
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
-            again = partial(answer, speak, None, rollout.prompt, seed, turns)
+            again = partial(conversations.answer, None, rollout.prompt, seed, turns)
             try:
-                graded = _within(speak.limits.timeout, again)
+                graded = _within(conversations.limits.timeout, again)
                 if graded.given is not None:
                     raise RuntimeError("it does not end the response this time")
                 part.grade = graded.grade
                 _begun(graded.environment.close)
-            except Exception as error:  # noqa: BLE001  another's code
+            except Exception as error:  # noqa: BLE001  a user's code
                 log.warning("rollout %s/%d is generated again: %s", *rollout_key(rollout), name_of(error))
                 return False
     return True

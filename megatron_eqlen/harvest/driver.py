@@ -27,13 +27,13 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
 
 
-def shared(tokens: Iterable[int], others: Iterable[int]) -> int:
-    """Return how many of the first tokens are equal."""
+def shared_prefix(tokens: Iterable[int], others: Iterable[int]) -> int:
+    """Return the length of the common prefix."""
     return sum(takewhile(bool, map(eq, tokens, others)))
 
 
 MAX_ATTEMPTS = 4
-"""Attempts per turn of a track and policy version. The engine fails where a turn is lost so often."""
+"""Attempts per turn of a track and policy version; a turn that is lost so often ends the harvest."""
 
 
 class Driver:
@@ -64,10 +64,10 @@ class Driver:
         self.prompt_routes = PromptRoutes(self.running, self.rollout.keep_routes)
         self.dialogues = meter.dialogues
         self.prefills: dict[str, tuple[int, int]] = {}
-        """(tokens of its path that the step computed before, tokens of the path) of requests, by their id."""
-        # those of earlier attempts too, so that a resumed harvest counts the same prefill
+        """By request id: (tokens of its path that the step has computed before, tokens of the path)."""
         self.prompts = [rollout.prompt.token_ids for rollout in plan.progress.rollouts]
-        """Prompts that the step computed, sorted: a prompt shares most with one beside it."""
+        """Prompts that the step computed, sorted: a prompt shares most with one beside it. Those of earlier
+        attempts are among them, so that a resumed harvest counts the same prefill."""
         self.prompts += [partial.prompt.token_ids for partial in self.partial.values() if partial.new_tokens]
         self.prompts.sort()
 
@@ -179,8 +179,8 @@ class Driver:
             return len(path)
         prompt = self.running[key].prompt.token_ids
         place = bisect_left(self.prompts, prompt)
-        known = [shared(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
-        known += [shared(path, chain(line.context, line.token_ids)) for line in lines]
+        known = [shared_prefix(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
+        known += [shared_prefix(path, chain(line.context, line.token_ids)) for line in lines]
         if self.prompts[place : place + 1] != [prompt]:
             self.prompts.insert(place, prompt)
         return max(known, default=0)
@@ -236,7 +236,7 @@ class Driver:
         self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
         self.meter.counts["retries"] += 1
-        # counted anew for each turn and each sync: only one that is lost again and again is hopeless
+        # counted for each turn and each sync: only a turn that is lost again and again is hopeless
         turn = track.name, track.given, self.engine.policy_version
         self.losses[turn] += 1
         if (times := self.losses[turn]) >= MAX_ATTEMPTS:

@@ -1,6 +1,6 @@
-"""Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``). The result does
-not depend on the order in which tokens arrive (unless the budget cuts rollouts off), so a killed harvest
-resumes from its recorded tokens, and the next step a rollout that the budget suspended (``partial``)."""
+"""Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``). Unless the budget
+cuts rollouts off, the result does not depend on the order in which tokens arrive. So a killed harvest resumes
+from its recorded tokens, and the next step resumes rollouts that the budget suspended."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def harvest_seed(seed: int, step: int) -> int:
 def harvest(
     engine: Decoder, plan: HarvestPlan, observers: Sequence[HarvestObserver] = ()
 ) -> tuple[list[Rollout], Metrics]:
-    """Harvest ``recipe.group_size`` tracks or completions for every prompt of ``plan``.
+    """Harvest all rollouts of the prompts of ``plan``.
 
-    Returns the rollouts, resumed ones first, then in the order of the prompts (and of stream numbers), and
-    the metrics of all attempts, but the seconds of this one. When the budget (``rollout.tokens_per_step``) is
-    used up, incomplete rollouts are cut, and others left out; with ``rollout.carry_over`` both are suspended.
-    Raises ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
+    Returns the rollouts (resumed ones first, then by prompt and number), and the metrics of all attempts at
+    the step; seconds are those of this attempt. When the budget (``rollout.tokens_per_step``) is used up,
+    unfinished rollouts are cut, and those that have not begun left out; with ``rollout.carry_over`` both are
+    suspended. Raises ValueError for prompts that do not fit, EngineError for an engine that died or hangs.
     """
     check_prompts(plan.prompts, plan.recipe, engine)
     meter = Meter(engine, plan)
     driver = Driver(engine, plan, meter, observers)
     harvesters = _harvesters(plan)
-    # recorded rollouts are results as they are, if their environments can repeat their grades
+    # a recorded rollout is a result as it is; one whose environment cannot repeat its grades is made again
+    talks = plan.conversations
     for rollout in plan.progress.rollouts:
-        speak = plan.conversations
-        if speak is None or grade_again(speak, rollout, harvesters[rollout_key(rollout)].seed):
+        if talks is None or grade_again(talks, rollout, harvesters[rollout_key(rollout)].seed):
             driver.finish(rollout)
     # before they start: their tracks take it over
     for harvester in harvesters.values():

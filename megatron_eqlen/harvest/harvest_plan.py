@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.partial import HarvestProgress
-from megatron_eqlen.sampling.harvester import Marker, all_rollouts
+from megatron_eqlen.sampling.harvester import Marker, every_rollout
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.types import Prompt
 
@@ -25,7 +25,7 @@ class HarvestPlan:
     _: KW_ONLY
     progress: HarvestProgress = field(default_factory=HarvestProgress)
     """Recorded results. A prompt that has a rollout of an earlier step names no other rollouts."""
-    keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
+    keeps_columns: Callable[[Prompt, int], bool] = every_rollout
     """(prompt, rollout's number) -> whether this rank keeps all columns, not the token ids alone."""
     marker: Marker | None = None
     """Marker that trees fork after (``tree_sampling.marker``)."""

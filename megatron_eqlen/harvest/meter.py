@@ -26,14 +26,13 @@ class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
     ``generated_tokens`` are all tokens that the engine delivered, in all attempts at the harvest, without
-    tokens of earlier steps. ``counts`` holds what this attempt counted: the recorder writes it, and the next
-    attempt adds it to its own.
+    tokens of earlier steps. ``counts`` are this attempt's: the recorder writes them, and the next adds them.
     """
 
     def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:
-        speak, progress, rollout = plan.conversations, plan.progress, plan.recipe.rollout
+        progress, rollout = plan.progress, plan.recipe.rollout
         self.engine, self.block_size = engine, rollout.block_size
-        self.dialogues = Dialogues(speak)
+        self.dialogues = Dialogues(plan.conversations)
         # one counter for both: it is recorded as one note
         self.counts = self.dialogues.counts
         self.earlier_counts = progress.counts

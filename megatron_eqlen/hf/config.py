@@ -67,7 +67,7 @@ class ModelConfig:
     delta_net: DeltaNet | None = None
     rope_scaling: config_fields.Scaling = ()
     prefix: str = "model."
-    """Beginning of the names of tensors in the model's files, but for the output layer's."""
+    """Prefix of the names of tensors in the model's files, except the output layer's."""
     qkv_bias: bool = False
     qk_norm: bool = True
     # Of the weights, as the file says; "" if it does not.

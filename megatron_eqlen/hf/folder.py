@@ -61,8 +61,7 @@ class HFFolder:
 
     Like Transformers (``modeling_utils._get_resolved_checkpoint_files``) it ignores an index beside
     ``model.safetensors``, with a warning. Experts fused on disk (``experts.gate_up_proj [experts, 2 x width,
-    hidden]``) appear one by one, as in Qwen's checkpoints. Raises CheckpointError for missing or broken
-    files.
+    hidden]``) appear one by one, as in Qwen's checkpoints. Raises CheckpointError for missing or bad files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -229,17 +228,13 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _projections(fused: str) -> list[str]:
-    return ["gate_proj", "up_proj"] if fused == "gate_up_proj" else ["down_proj"]
-
-
 def _unfused(folder: Path, stored: Entry) -> Iterator[tuple[str, Entry]]:
     """Yield the entry itself, or one entry per expert and projection if they are fused."""
     match = FUSED_EXPERTS.fullmatch(stored.stored)
     if match is None:
         yield stored.stored, stored
         return
-    parts = _projections(match[2])
+    parts = ["gate_proj", "up_proj"] if match[2] == "gate_up_proj" else ["down_proj"]
     if len(stored.shape) != 3 or stored.shape[1] % len(parts):
         expected = "[experts, 2 x width, hidden]" if len(parts) == 2 else "[experts, hidden, width]"
         where = f"{folder / stored.file}: {stored.stored}"

@@ -29,7 +29,7 @@ THINKING = ("<think>", "</think>")
 PIECES = "tokenizer.model"
 FILES = ("tokenizer.json", "vocab.json", PIECES)
 PROBE = "What is 2 + 3?"
-"""Text that a SentencePiece model must encode alike before and after its conversion."""
+"""Text that a SentencePiece model must encode to the same ids before and after its conversion."""
 BREAK = "\ufdd0"
 """Noncharacter of Unicode, where a text is cut before it is encoded."""
 

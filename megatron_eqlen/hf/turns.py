@@ -40,8 +40,7 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
 
 def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = False) -> str | None:
     """Return role, key and first text of ``messages`` that ``text``, a rendered chat, lacks; None if it has
-    all contents and calls of tools. ``thoughts``: texts before ``</think>`` and under other keys count, too;
-    many templates drop them in earlier turns."""
+    all contents and calls of tools; with ``thoughts``, which many templates drop, thinking and other keys."""
     plain = text.replace(BREAK, "")
     for message in messages:
         for key in message.keys() - TAKEN if thoughts else ("content", "tool_calls"):

@@ -19,9 +19,8 @@ from megatron_eqlen.recipe import ParallelRecipe, layout
 def transformer_config(
     model: ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
 ) -> TransformerConfig:
-    """Return Megatron's configuration of ``model`` in the layout ``parallel``. ``dtype``: of parameters and
-    activations. ``overrides``: TransformerConfig fields that take precedence. Raises LayoutError if the
-    layout does not divide the model."""
+    """Return Megatron's configuration of ``model``, split as ``parallel`` says. ``dtype``: of parameters and
+    activations. ``overrides``: fields that take precedence. Raises LayoutError if it does not split."""
     layout.require(layout.weights(parallel, model))
     fields: dict[str, Any] = {
         "num_layers": 2 * model.num_hidden_layers,  # a mixer and an MLP are a layer each
@@ -102,8 +101,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # the weights are always loaded
         "bias_activation_fusion": fused,
-        # Not gradient_accumulation_fusion: the output layer, which is not Transformer Engine's, wants Apex's
-        # kernel for it.
+        # not gradient_accumulation_fusion: the output layer, no module of TE's, needs Apex's kernel for it
         "apply_rope_fusion": fused and kernels,
         "moe_permute_fusion": fused and kernels,
         "moe_router_fusion": False,  # its kernel chooses experts itself, also where they are given

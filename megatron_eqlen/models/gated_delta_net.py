@@ -117,8 +117,7 @@ def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tr
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int | None = None
 ) -> Tensor:
-    """Compute the recurrence in plain torch, in at least float32, in chunks of ``size`` positions (default:
-    as the row's runs are long).
+    """Compute the recurrence in torch, in at least float32, by chunks of ``size``, or as runs are long.
 
     Within a chunk, with G_t the sum of its g up to t and S its state at the start, the values w that are
     written to the state solve a triangular system:
@@ -172,8 +171,7 @@ def _scan_levels(
             written.append(new_ - removed)
             outputs.append(output)
         if level + 1 < len(chunks.levels):
-            # state at the end of each chunk with children, [m, b, H, d_k, d_v]: its start's, decayed, and
-            # its own writes
+            # [m, b, H, d_k, d_v] state after each chunk with children: before it, decayed, and its own writes
             with_children = chunks.with_children[level]
             added = writes_[:with_children] @ written[-1][:with_children]
             state = added if state is None else added + keep_[:with_children] * state[:with_children]

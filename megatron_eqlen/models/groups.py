@@ -17,8 +17,7 @@ from megatron_eqlen.recipe import ParallelRecipe, layout
 
 def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world, split it by ``parallel`` and seed the generators (tensor-parallel ranks differ where
-    their parameters do). ``timeout``: how long a collective may wait for a lost rank. Raises LayoutError if
-    the layout does not divide the world."""
+    their parameters do). ``timeout``: of collectives. Raises LayoutError if ``parallel`` does not fit."""
     distributed.join(timeout)
     layout.require(layout.groups(parallel, dist.get_world_size()))
     parallel_state.initialize_model_parallel(

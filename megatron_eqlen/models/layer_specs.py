@@ -120,8 +120,7 @@ def _attention(config: TransformerConfig, modules: BackendSpecProvider) -> Modul
 def _delta_net(modules: BackendSpecProvider) -> ModuleSpec:
     submodules = GatedDeltaNetSubmodules(
         in_proj=_after_norm(modules),
-        # The only norm of Qwen3-Next that is centred on one. Shifting its weight in conversion instead would
-        # make conversion inexact.
+        # Qwen3-Next's only norm that is centred on one; to shift its weights in conversion would be inexact
         out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
         out_proj=modules.row_parallel_linear(),
     )

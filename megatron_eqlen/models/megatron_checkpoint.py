@@ -182,9 +182,8 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
 
 
 def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None = None) -> dict[str, Any]:
-    """Return a chunk's sharded state dict. ``stored``: index of the checkpoint that will fill it. That may be
-    other software's, of a GPTModel: its layer n has the weights of our layers 2n and 2n + 1; layers that are
-    all alike share tensors with a first axis n."""
+    """Return a chunk's sharded state dict. ``stored``: index of the checkpoint to fill it, perhaps of a
+    GPTModel: its layer n has the weights of our layers 2n and 2n + 1; equal layers share tensors [n, ...]."""
     state = chunk.sharded_state_dict(metadata=options)
     keys = stored.state_dict_metadata if stored else {}
     # `decoder.layers.mlp.linear_fc1.weight` [layers, ...]: no number, so all layers are in one tensor

@@ -1,5 +1,4 @@
-"""Metadata of a row's trees for a model's layers, computed on the host once per row, when the first layer
-needs it, and shared by all layers.
+"""Metadata of a row's trees for all layers of a model, computed once, on the host, when the first needs it.
 
 ``TreeParams`` is a Megatron ``PackedSeqParams``, so that it passes unchanged through recompute and pipeline
 stages to attention and Gated DeltaNet. Pieces of a row, from small to large:

@@ -100,9 +100,8 @@ ADVANTAGES: dict[str, Estimator] = {
 
 
 def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:
-    """Divide advantages by their population std in the whole batch; with ``centre`` subtract their mean
-    before. Without it the groups must be centred (DLER, REINFORCE++ with baseline): subtracting the round-off
-    of the batch's mean would move exact zeros."""
+    """Divide advantages by their population std in the whole batch; with ``centre`` subtract the mean first.
+    Groups that are centred (DLER, REINFORCE++ with baseline) need none: round-off would move exact zeros."""
     flat = [value for group in groups for value in group]
     if centre and flat:
         # the mean of equal values, which a sum of floats may miss

@@ -49,8 +49,7 @@ def baseline_gain(rollouts: Sequence[Rollout], recipe: Recipe) -> Factor | None:
 
 
 def advice(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[Profile | None, str]:
-    """Return the profile of complete scored rollouts, and a sentence on what pays: forks do where the whole
-    interval of their gain is above 1."""
+    """Return the profile of complete scored rollouts, and a sentence on what pays."""
     selection, baseline = without_profile(rollouts, recipe), baseline_gain(rollouts, recipe)
     profile = None if selection else outcome_profile(rollouts)
     tree = recipe.tree_sampling
@@ -62,6 +61,7 @@ def advice(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[Profile | None,
         # ends of the profile's parts, as shares of a response
         places = ", ".join(f"{end:.0%}" for end in profile.ends[:-1])
         pay = f": at {profile.place:.0%} {profile.lines} lines give about {profile.gain} signal per token,"
+        # forks pay where the whole interval of their gain is above 1
         pays = pay if profile.gain.low > 1 else " are not seen to pay"
         forked = f"forks{after} at {places} of a response{pays} over the same baseline alone"
     sentence = f"{forked}; a token baseline (loss.baseline: fitted): {baseline or 'not known'}"

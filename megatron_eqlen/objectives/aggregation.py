@@ -61,7 +61,7 @@ def prompt_mean_token_mean(member: Member, batch: BatchSize) -> float:
 
 
 def balanced_token_mean(member: Member, batch: BatchSize) -> float:
-    """Token means of positive and of negative members, by their numbers (arXiv 2605.04077)."""
+    """Token means of positive and of negative members, weighted by their numbers (arXiv 2605.04077)."""
     return member.weight * member.alike / member.alike_tokens
 
 

@@ -84,7 +84,7 @@ def weighted_units(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> list[Com
 
 
 def has_gradient(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> dict[str, bool]:
-    """Return by prompt, in order, whether rewards in one of its units differ, without length penalties."""
+    """Return, by prompt, True if rewards differ within one of its units; length penalties do not count."""
     found = {rollout.prompt_id: False for rollout in rollouts}
     for unit in _compare(rollouts, job.recipe, replace(job.objective, overlong_buffer=0)).units:
         found[unit.prompt_id] |= unit.differs
@@ -110,7 +110,7 @@ class _Batch:
 
 
 def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gather) -> None:
-    """Fill in the trees of other ranks, with bare tables but for the prompts' ids."""
+    """Fill in the trees of other ranks: bare tables, except the ids of prompts."""
     sent = [
         (number, tree.name, [(n.parent, n.tokens.bare(), n.advantage, n.weight, n.home) for n in tree.nodes])
         for number, tree in enumerate(trees)

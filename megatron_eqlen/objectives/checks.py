@@ -24,8 +24,8 @@ def check_combination(job: ResolvedRecipe) -> None:
     check_effects(recipe, with_defaults(job))
     try_parts({field: getattr(objective, field) for field in PARTS})
     rules = (
-        _refused, _of_sampling, _of_token_baseline, _of_clip, _of_ratio, _of_engine_logprobs,
-        _of_rewards, _of_lengths, _of_dynamic_sampling,
+        _refusals, _sampling_problems, _baseline_problems, _clip_problems, _ratio_problems, _logprob_problems,
+        _reward_problems, _length_problems, _dynamic_sampling_problems,
     )  # fmt: skip
     for each in rules:
         for problem in each(recipe, objective):
@@ -45,7 +45,7 @@ def settings(recipe: Recipe, objective: Objective) -> dict[str, str]:
     return found
 
 
-def _refused(recipe: Recipe, objective: Objective) -> Iterator[str]:
+def _refusals(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield the reasons that the method or a part declares against a setting."""
     parts: dict[str, object] = {f"objective: {objective.name}": objective}
     for field, (key, _) in PARTS.items():
@@ -62,7 +62,7 @@ LARGEST_NUMBER = 2**31 - 1
 """Largest number of a part in a record."""
 
 
-def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
+def _sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     tree, name = recipe.tree_sampling, f"objective: {objective.name}"
     # methods that weigh a tree's forks
     if objective.forks != "apart" and recipe.sampling != "tree":
@@ -77,7 +77,7 @@ def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
     if recipe.sampling == "tree" and tree.fork == "profile" and recipe.rollout.tokens_per_step is not None:
         yield (
             f"tree_sampling.fork: profile with rollout.tokens_per_step: {recipe.rollout.tokens_per_step}: a "
-            "budget cuts or suspends the long trees, and the others say nothing of them"
+            "budget cuts or suspends the long trees, which the others do not stand for"
         )
     first, limit = tree.step_tokens or 0, recipe.rollout.max_response_length
     if tree.fork == "profile" and first >= limit and not tree.marker:
@@ -104,23 +104,22 @@ def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
         )
 
 
-def _of_token_baseline(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield token baselines where something else says what a reward is compared with, and baselines of the
-    step's other prompts where lengths decide which these are."""
+def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield token baselines beside another baseline, and baselines over other prompts selected by length."""
     of_batch = objective.whitened == "standardize"
     key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
         yield (
             f"{f'objective: {objective.name}' if of_batch else key} with rollout.carry_over: true: prompts "
-            f"that are complete in the same step have like lengths, so that what the others say of a reward "
-            f"depends on the own length; use {'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
+            f"that are complete in the same step have similar lengths, so that the baseline of a response "
+            f"depends on its own length; use {'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
         )
     if objective.baseline is of_unit:
         return
     if recipe.sampling == "equal_length":
         yield (
-            f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
-            f"lines that are alive are not all there; use sampling: tree with tree_sampling.fork: death"
+            f"{key} with sampling: equal_length: of two truncated tracks only one is trained, so some lines "
+            f"that are alive are missing; use sampling: tree with tree_sampling.fork: death"
         )
     # a token baseline is compared once: no std, batch mean, names or weights of forks after it
     has_other = objective.forks != "apart" or objective.whitened or objective.rewards == "apart"
@@ -131,15 +130,15 @@ def _of_token_baseline(recipe: Recipe, objective: Objective) -> Iterator[str]:
         )
 
 
-def _of_clip(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield bounds that the surrogate has not, or that bound nothing."""
-    surrogate, settings = objective.surrogate, options(objective.surrogate)
+def _clip_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield bounds that the surrogate does not take, or that bound nothing."""
+    surrogate, clip = objective.surrogate, options(objective.surrogate)
     for key, value in clip_keys(recipe.loss).items():
-        if key not in settings:
+        if key not in clip:
             reason = getattr(surrogate, "refuses", {}).get("clip_ratio", "it has no such option")
             yield f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}"
     # of the resolved surrogate: the recipe's keys, or the method's own
-    low, high, dual = (settings.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
+    low, high, dual = (clip.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
     if isinstance(surrogate, Ppo) and (low is None) != (high is None):
         yield (
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
@@ -157,9 +156,8 @@ def _of_clip(recipe: Recipe, objective: Objective) -> Iterator[str]:
         )
 
 
-def _of_ratio(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield updates without a ratio, empty minibatches, ratios corrected twice, and bounds that are none or
-    reject tokens on which trainer and engine agree."""
+def _ratio_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield updates without a ratio, empty minibatches, ratios corrected twice, and senseless bounds."""
     loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
         yield (
@@ -201,7 +199,7 @@ def _ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> 
         yield f"{key}: {bound:g} bounds ratios, which are 1 if trainer and engine agree: expected {relation}"
 
 
-def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
+def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield comparisons of log-probs of different distributions, and tokens of older weights, uncorrected."""
     rollout, loss = recipe.rollout, recipe.loss
     older = "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
@@ -246,7 +244,7 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
         )
 
 
-def _of_rewards(recipe: Recipe, objective: Objective) -> Iterator[str]:
+def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield rewards that the objective cannot use, and an objective without rewards or teacher."""
     longest, buffer = recipe.rollout.max_response_length, objective.overlong_buffer
     if objective.rewards == "apart" and not recipe.reward.weights:
@@ -262,7 +260,7 @@ def _of_rewards(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
 
 
-def _of_lengths(recipe: Recipe, objective: Objective) -> Iterator[str]:
+def _length_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield quantiles of lengths where a prompt has no mean response length to compare."""
     if (quantiles := objective.length_quantiles) is None:
         return
@@ -283,7 +281,7 @@ def _of_lengths(recipe: Recipe, objective: Objective) -> Iterator[str]:
         )
 
 
-def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
+def _dynamic_sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield why prompts that dynamic sampling leaves out have a gradient."""
     if not objective.dynamic_sampling:
         return

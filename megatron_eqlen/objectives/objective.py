@@ -42,7 +42,7 @@ class Objective:
     rewards: Literal["together", "apart"] = "together"
     """``apart``: ``advantage`` takes the rewards of each name; the results are added with their weights."""
     refuses: Mapping[str, str] = MappingProxyType({})
-    """Why the method cannot be used with a setting (``checks.settings``); parts declare theirs alike."""
+    """Why the method cannot be used with a setting (``checks.settings``); parts declare reasons as well."""
     forks: Literal["apart", "equal", "pooled"] = "apart"
     """Comparison units of a tree. ``apart``: each fork is one, with its share of the rollout. ``equal``: all
     forks weigh the same (TreeRPO). ``pooled``: all parts behind forks are one (GRPO-MA)."""

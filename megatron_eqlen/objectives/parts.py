@@ -37,7 +37,7 @@ PARTS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
 }
 """Field of ``Objective`` -> (key of ``loss``, built-in parts by name)."""
 BUILT_IN = f"{__package__}."
-"""Begin of the modules of built-in parts."""
+"""Start of the module names of built-in parts."""
 
 
 def named_parts(loss: LossRecipe) -> dict[str, Callable[..., Any]]:

@@ -28,9 +28,9 @@ from megatron_eqlen.sampling.comparison import ComparisonUnit
 from megatron_eqlen.types import Rollout
 
 STRENGTH = 4.0
-"""Lines of which B has the weight in ``alive``. The mean of few lines is noisier than B."""
+"""B counts as this many lines in ``alive``: the mean of few lines is noisier than B."""
 RIDGE = 1.0
-"""Prompts of which ``alive`` has the weight in the fit of ``fitted``."""
+"""``alive`` counts as this many prompts in the fit of ``fitted``."""
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,7 @@ def pairs_seen(forest: Forest) -> np.ndarray:
 
 
 def _tree_parts(forest: Forest, budget: int) -> Parts:
-    """Return runs of a tree's leaf chains in row order, each as long as fits with its ancestors (repeated as
-    context): the whole tree if it fits.
+    """Return runs of leaf chains in row order, each as long as fits with its ancestors, repeated as context.
 
     Deepest chains come first: each part reaches as far up as it can before the next part repeats a prefix. No
     other cut into consecutive chains repeats less of a stream.

@@ -34,7 +34,7 @@ def fill_row(
     )
     for number, place, train in zip(nodes.tolist(), places, trained.tolist(), strict=True):
         node, at = forest.node(number), slice(place.start, place.start + place.length)
-        # labels are the tokens but for a root's first; inputs are the tokens before them on the path
+        # labels are the node's tokens (a root's without the first), inputs the tokens before them on the path
         root = len(node) - place.length
         before = node.token_ids[0] if root else forest.node(int(forest.parent[number])).token_ids[-1]
         row.labels[at] = node.token_ids[root:]
@@ -72,7 +72,7 @@ def _places(forest: Forest, nodes: np.ndarray) -> list[RowNode]:
 
 
 def _fill_path_columns(row: Row, at: slice, tokens: Tokens, root: int, generated: np.ndarray) -> None:
-    """Fill ``Row.path_columns`` of a node's positions; tokens that nobody sampled have no known value."""
+    """Fill ``Row.path_columns`` of a node's positions; tokens that were not generated have no known value."""
     for name, values in tokens.columns.items():
         if COLUMNS[name].of_path and not isinstance(values, Ragged):
             shape, unknown = (len(row.labels), *values.shape[1:]), COLUMNS[name].unknown

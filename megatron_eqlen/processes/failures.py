@@ -106,10 +106,10 @@ def words(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return ``str(error)``; for an error of another's code whose ``__str__`` fails, what that raises."""
+    """Return ``str(error)``; if a foreign error's ``__str__`` fails, say so."""
     try:
         return str(error)
-    except (Exception, SystemExit) as failure:  # noqa: BLE001  another's code
+    except (Exception, SystemExit) as failure:  # noqa: BLE001  foreign code
         return f"its message cannot be read ({type(failure).__name__})"
 
 

@@ -31,8 +31,7 @@ class HeldError(ValueError):
 
 
 class Hold:
-    """Lock ``folder/.lock`` until this process ends; the file holds the holder and ``about``. Raises
-    HeldError if another process has it."""
+    """Lock ``folder/.lock``, with holder and ``about``, until this process ends. Raises HeldError."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.path = folder / FILE

@@ -25,7 +25,7 @@ INTERVAL = 0.25
 """Seconds between two looks. The kernel's ``PR_SET_PDEATHSIG`` comes when the launcher's *thread* ends."""
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE = 5.0
-"""Seconds in which processes end that are killed, but for those that wait for a broken device."""
+"""Seconds in which killed processes end, unless they wait for a broken device."""
 
 
 def named() -> dict[str, str]:
@@ -67,7 +67,7 @@ def taking_along() -> Iterator[None]:
 
 
 def end_descendants(spare: Set[int] = frozenset()) -> None:
-    """Kill the descendants of this process but for ``spare``."""
+    """Kill the descendants of this process except ``spare``."""
     # Look again until none is left: what is killed may have started others meanwhile.
     deadline = time.monotonic() + PATIENCE
     while (left := _descendants() - spare) and time.monotonic() < deadline:

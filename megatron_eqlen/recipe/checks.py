@@ -22,12 +22,12 @@ def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
     check_options("model.megatron", recipe.model.megatron)
     check_options("rollout.vllm", recipe.rollout.vllm)
-    for rules in (_of_run, _of_engine, _of_evaluation, _of_teacher):
+    for rules in (_run_problems, _engine_problems, _evaluation_problems, _teacher_problems):
         for problem in rules(recipe):
             raise ValueError(problem)
     layout.check(recipe)
     _check_plugins(recipe)
-    for problem in _of_supervised(recipe) if recipe.supervised else ():
+    for problem in _supervised_problems(recipe) if recipe.supervised else ():
         raise ValueError(problem)
 
 
@@ -70,7 +70,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
     return at
 
 
-def _of_run(recipe: Recipe) -> Iterator[str]:
+def _run_problems(recipe: Recipe) -> Iterator[str]:
     """Yield contradictions of the run's name, place, data, end, learning rate and rows."""
     cluster, optimizer, targets = recipe.cluster, recipe.optimizer, recipe.lora.targets or ()
     if recipe.name in (".", "..") or not re.fullmatch(r"[\w.,=+@ -]{1,100}", recipe.name):
@@ -97,7 +97,7 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
         yield "report.keep_streams: evaluations needs evaluation.every >= 1, found 0"
 
 
-def _of_engine(recipe: Recipe) -> Iterator[str]:
+def _engine_problems(recipe: Recipe) -> Iterator[str]:
     """Yield contradictions of the engine's keys, what vLLM lacks on GPUs, and kernels without token trees."""
     rollout, device, addresses = recipe.rollout, recipe.cluster.device, list[str]()
     if rollout.engine == "server" and not rollout.servers:
@@ -142,7 +142,7 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
         yield f"{key}.method: expected {expected}, found {shown(method)}: {lost}"
 
 
-def _of_evaluation(recipe: Recipe) -> Iterator[str]:
+def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
     """Yield sources or benchmarks of one name, and what has no effect where evaluations are greedy."""
     evaluation, benchmarks = recipe.evaluation, recipe.evaluation.benchmarks
     named = {f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(benchmarks)}
@@ -159,7 +159,7 @@ def _of_evaluation(recipe: Recipe) -> Iterator[str]:
         yield f"evaluation.samples: {evaluation.samples}: {alike}: expected 1"
 
 
-def _of_teacher(recipe: Recipe) -> Iterator[str]:
+def _teacher_problems(recipe: Recipe) -> Iterator[str]:
     """Yield two teachers, and a server whose log-probs the trainer's cannot be compared with."""
     rollout, teacher = recipe.rollout, recipe.teacher
     if recipe.loss.teacher_coef != 1 and not teacher:
@@ -186,7 +186,7 @@ OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
 """Sections and keys without effect without ``evaluation.benchmarks``, be they none, either."""
 
 
-def _of_supervised(recipe: Recipe) -> Iterator[str]:
+def _supervised_problems(recipe: Recipe) -> Iterator[str]:
     end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"

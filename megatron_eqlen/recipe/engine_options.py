@@ -1,6 +1,5 @@
-"""Options of both engines that have no key of their own: ``model.megatron`` and ``rollout.vllm``. Names are
-those of the engines' own classes, whose source is read, not imported. Options that would break what a run
-promises are refused, each with the reason."""
+"""Options of Megatron and vLLM without a key of their own: ``model.megatron`` and ``rollout.vllm``. Names are
+those of their classes, whose source is read, not imported. Options that would break a run are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option of ``key`` that is refused or that its engine lacks (if installed)."""
     if not options:
         return
-    # Empty where the engine is not installed: then only refusals can be told.
+    # Empty where the engine is not installed: then only refused options are found.
     known: dict[str, str] = {}
     for place in (*MEGATRON, DDP) if key == "model.megatron" else VLLM:
         known |= _fields(place)

@@ -195,7 +195,7 @@ def _stored(run: Path) -> dict[str, str]:
     if not os.path.isfile(run / RECIPE):  # false for a path that nobody can read, too: others say so
         return {}
     repos = [hub_repo(section) for section in _inputs(load(run / RECIPE)).values()]
-    # Kept for the default branch: a recipe that names a revision now is asked for anew.
+    # Kept for the default branch: a recipe that names a revision now is resolved again.
     return {_pin_key(repo, default=True): str(repo.revision) for repo in repos if repo and repo.is_pinned}
 
 

@@ -142,9 +142,8 @@ def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
 
 
 def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
-    """Yield keys that vLLM does not support for the model, and violations of its tensor parallelism, which
-    pads the vocabulary, replicates key-value heads if they are fewer than the ranks, and divides every expert
-    over all ranks."""
+    """Yield keys that vLLM does not support for the model, and what its tensor parallelism cannot divide. It
+    pads the vocabulary, replicates key-value heads that are too few, and divides every expert."""
     if rollout.keep_routes and model.experts is None:
         yield f"rollout.keep_routes: true, but a {model.model_type} model has no experts"
     if rollout.batch_invariant and model.delta_net:

@@ -17,9 +17,8 @@ MemoryPart = Literal[
     "weights", "gradients", "optimizer", "activations", "teacher", "sent_tensors", "engine", "kv_cache",
     "sleeping_engine",
 ]  # fmt: skip
-"""``optimizer``: main weights and Adam's moments. ``activations``: those of a row, with logits and loss.
-``teacher``: its weights, and a row in one layer. ``sent_tensors``: the two largest, unsharded. ``engine``:
-weights, graphs and sampler."""
+"""``optimizer``: main weights, Adam's moments. ``activations``: of a row, with logits and loss. ``teacher``:
+weights, and a row in one layer. ``sent_tensors``: the two largest. ``engine``: weights, graphs, sampler."""
 
 HostPart = Literal["optimizer", "weights", "reference", "teacher"]
 """``reference``: the reference model's weights, and the policy's while the reference's are swapped in."""

@@ -240,7 +240,7 @@ class DataRecipe(Section):
     enable_thinking: bool | None = None
     """Passed to the chat template: whether the model may think first. Default: the template's own."""
     shuffle: bool = True
-    """Shuffle the rows anew in each epoch, by the run's seed; false: keep the order of the files."""
+    """Shuffle the rows again in each epoch, by the run's seed; false: keep the order of the files."""
 
 
 class EqualLengthRecipe(Section):

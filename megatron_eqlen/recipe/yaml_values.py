@@ -47,8 +47,7 @@ class _Loader(yaml.CSafeLoader):
     """YAML loader that reads plain scalars as text or null, and refuses duplicate keys."""
 
 
-# Without PyYAML's rules for numbers, booleans and dates: they read ``1e-6`` as text and ``24:00:00`` as
-# 86400.
+# PyYAML's rules for numbers, booleans and dates read ``1e-6`` as text and ``24:00:00`` as 86400: left out
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag in KEPT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

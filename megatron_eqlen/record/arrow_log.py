@@ -86,7 +86,7 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
     source, read = pa.BufferReader(data), 0
     wanted = schema.names if columns is None else columns
     try:
-        # the schema first: a file of another release is told from a damaged one
+        # the schema first: it tells a file of another release from a damaged one
         recorded = pa.ipc.read_schema(source)
         _check_version(path, recorded, schema)
         source.seek(0)

@@ -247,7 +247,7 @@ class Assembly:
                 if row["table"].columns:
                     self.contexts[key] = row["table"]
             case "track":
-                # joined where the file ends: another file of the step begins the same track anew
+                # joined at the end of the file: another file of the step has the same track from its start
                 self._pieces.setdefault(key, {}).setdefault(row["number"], []).append(row["table"])
             case "end":
                 rollout = Rollout(

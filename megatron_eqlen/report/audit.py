@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How an objective's advantages agree with changes; NaN where nothing can be said."""
+    """Agreement of an objective's advantages with changes; NaN where it is undefined."""
 
     objectives: tuple[str, ...]
     """Objectives whose advantages differ in size alone, or that are refused for the same reason."""

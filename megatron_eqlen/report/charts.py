@@ -29,7 +29,7 @@ COLOURS = (
     "#3f7ad6", "#d9822b", "#379a72", "#a65bbd", "#c95567", "#8a8f98", "#4aa3b5", "#9a7350", "#9cab2a",
     "#e07fb4",
 )  # fmt: skip
-"""Colours of series and stages, that can be told apart on light and on dark ground."""
+"""Colours of series and stages, distinct on light and on dark backgrounds."""
 MAX_POINTS = 1000
 """Most points of a series; longer ones are averaged in equal groups of neighbours."""
 SMOOTH_FROM = 100

@@ -80,7 +80,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
 
 
 def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
-    """Yield the cause that nearly all responses of a step share, or why they cannot be told apart."""
+    """Yield the cause that nearly all responses of a step share, or why their rewards are equal."""
     # how each line ended, and which rewards each prompt's lines have
     responses: list[tuple[str, Rollout, Part]] = []
     by_prompt: defaultdict[str, set[float]] = defaultdict(set)

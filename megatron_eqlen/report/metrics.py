@@ -1,6 +1,5 @@
-"""A step's metrics on disk: ``metrics.jsonl``, one line a step. Each line is written in one system call: a
-process killed at any moment leaves at most one torn last line. A run that resumes at an earlier step removes
-the lines after it, so no step appears twice."""
+"""Metrics on disk: ``metrics.jsonl``, one line a step. Each is written in one system call: a killed process
+leaves at most one torn last line. A run that resumes removes later lines, so no step appears twice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A run's pages, made from the run folder's files alone.
 
-recipe.yaml, metrics.jsonl, events.jsonl, evaluation/*.json, streams/ ──► page.html.jinja ──► report.html
-streams/step-00000011/ ──► rollouts.html.jinja ──► rollouts-12.html
+    recipe.yaml, metrics.jsonl, events.jsonl, evaluation/*.json, streams/ ──► page.html.jinja ──► report.html
+    streams/step-00000011/ ──► rollouts.html.jinja ──► rollouts-12.html
 
 Facts that a page filters by lie open in it; the browser unpacks a rollout's text and columns when somebody
 looks at it. Style, plots and their library are part of a page, whose content security policy forbids loading.

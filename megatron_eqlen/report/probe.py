@@ -43,8 +43,8 @@ class Probed:
     rollout: Rollout
     line: Line
     at: Mapping[int, np.ndarray]
-    """Rewards of each place's continuations, by the response's tokens before it, ascending; two or more at
-    the prompt, its own at the end."""
+    """Rewards of the continuations of each place, by its distance from the prompt in tokens, ascending: at
+    least two at the prompt; at the end the response's own."""
 
     @cached_property
     def values(self) -> dict[int, np.ndarray]:
@@ -95,7 +95,7 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, job: Job, decode: Deco
         of_rollout, own = rewards[rollout_key(rollout)], response_reward(line.last, rollout.prompt_id)
         # places on this response's line: those of other lines of the tree are not prefixes of it
         at = {length: found for (part, length), found in of_rollout.items() if part in parts}
-        # without a value at the prompt no change can be told
+        # without a value at the prompt no change can be computed
         if len(at[0]) > 1:
             responses.append(Probed(rollout, line, at | {line.length: np.array([own])}))
     found: dict[str, Any] = {"responses": [response.row(decode) for response in responses]}

@@ -74,9 +74,8 @@ class RecordedStep:
         return Counter(grade.verdict for grade in grades if grade is not None).most_common()
 
     def rows(self, rollouts: Sequence[Rollout], decode: Decode) -> Iterator[dict[str, Any]]:
-        """Yield some of ``rollouts`` as plain data: what a page filters by, and ``packed``, compressed JSON
-        of the ``question`` and ``parts``: place in the tree, facts, texts of tokens, ``columns`` (a number
-        each, or for all)."""
+        """Yield ``rollouts`` as plain data: what a page filters by, and ``packed``, compressed JSON of the
+        ``question`` and ``parts``: place in the tree, facts, texts of tokens, and ``columns``."""
         for rollout, seen in zip(rollouts, self.views(rollouts, decode), strict=True):
             grades = [part.grade for part in rollout.parts if part.grade is not None]
             parts = [_part(part, one) for part, one in zip(rollout.parts, seen.parts, strict=True)]

@@ -39,9 +39,8 @@ Condition = Literal[
     "not started", "running", "silent", "complete", "stopped",
     "failed", "hung", "given up", "killed", "cancelled",
 ]  # fmt: skip
-"""``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
-limit. ``killed``: it, or its machine, was cut off. ``given up``: SLURM starts it no more. ``cancelled``:
-SLURM told its job to end (scancel)."""
+"""``silent``: it holds its folder, but gives no sign of life. ``stopped``: ended in order before its limit.
+``killed``: it or its machine was cut off. ``given up``: SLURM starts it no more. ``cancelled``: scancel."""
 STYLES = {
     "running": "bold green", "complete": "bold green",
     **dict.fromkeys(("silent", "failed", "hung", "given up", "killed"), "bold red"),

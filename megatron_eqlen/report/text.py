@@ -99,7 +99,7 @@ def _print(console: Console, rollout: RolloutView, probed: Sequence[dict[str, An
     for part in rollout.parts:
         style = STYLES[part.lesson.role]
         console.print(Text.assemble("  ", (part.label, f"bold {style}"), "  ", ", ".join(part.facts())))
-        # the end of the text that the part goes on from
+        # the end of the text that the part continues
         before = rollout.parts[part.parent].text[-BEFORE:] if part.parent >= 0 else ""
         text = Text.assemble((f"…{before}▸" if before else "", "dim"), (part.text, style))
         console.print(Padding(text, (0, 0, 0, 4)))

@@ -1,7 +1,7 @@
 """Scoring: every response that ended gets its verifier's grade, once.
 
-a response ends ──begin──► background: decode, grade ──┐ the harvest ends ─► score: what is not begun yet
-──────┴──► Part.grade
+a response ends ──begin──► background: decode, grade ──┐
+the harvest ends ─► score: what is not begun yet ──────┴──► Part.grade
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.functions import NUMBER_KEYS, RewardFunction, is_reward_function, own_code
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, every_rollout
 from megatron_eqlen.types import UNSCORED, Grade, Metrics, Part, Prompt, Rollout, TokenIds
 
 log = logging.getLogger(__name__)
@@ -92,9 +92,8 @@ class Scorer:
         """Fill ``grade`` of each part that ends a response without one. Return the calls and their time.
 
         Waits at most ``seconds`` for graders in the background; responses without a grade then, and those
-        whose grader failed, are unscored. Grading of responses not among ``rollouts`` is cancelled. With
-        ``reward.on_error: end``, raises a grader's error, with a note that names the prompt, or UnscoredError
-        for a late one.
+        whose grader failed, are unscored; with ``reward.on_error: end``, raises UnscoredError or the grader's
+        error with a note that names the prompt. Grading of responses not among ``rollouts`` is cancelled.
         """
         started, ended = time.monotonic(), list(_ended(rollouts))
         deadline = started + seconds
@@ -234,7 +233,7 @@ def _own(name: str) -> AbstractContextManager[None]:
 class EarlyGrading(HarvestObserver):
     """Starts grading responses as they end, for rollouts that this rank grades."""
 
-    def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = all_rollouts) -> None:
+    def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = every_rollout) -> None:
         self.scorer, self.grades = scorer, grades
 
     def part_finished(self, harvester: Harvester, part: Part) -> None:

@@ -26,8 +26,9 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.record.partial import RolloutOrigin
-from megatron_eqlen.run.generation import Generator, Rollouts, suspended_at
-from megatron_eqlen.run.replicas import shared
+from megatron_eqlen.run.generation import Generator, suspended_at
+from megatron_eqlen.run.replicas import rollouts_of_all_ranks
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, RolloutKey
@@ -35,6 +36,8 @@ from megatron_eqlen.types import Metrics, RolloutKey
 
 class Ahead(Rollouts):
     """``Rollouts`` of a ``Generator`` over servers, harvested ahead."""
+
+    from_engine = True
 
     def __init__(self, generator: Generator) -> None:
         self.generator, self.session = generator, generator.session
@@ -93,9 +96,6 @@ class Ahead(Rollouts):
     def update_weights(self, policy: Policy) -> Metrics:
         return self.generator.update_weights(policy)
 
-    def disagreement(self, mismatch: float | None) -> str | None:
-        return self.generator.disagreement(mismatch)
-
     def close(self) -> None:
         """Cancel the steps under way; they stay recorded."""
         # first the engine: the thread may be waiting for its tokens
@@ -109,4 +109,4 @@ def on_every_rank(step: Step | None) -> Step:
     prompts = agree(lambda: list({rollout.prompt_id: rollout.prompt for rollout in mine}.values()))
     known = agree(lambda: step and dataclasses.replace(step, rollouts=()))
     assert known is not None, "rank 0 has it"
-    return dataclasses.replace(known, rollouts=tuple(shared(mine, prompts)))
+    return dataclasses.replace(known, rollouts=tuple(rollouts_of_all_ranks(mine, prompts)))

@@ -22,7 +22,7 @@ class Checkpoints:
     def __init__(self, session: Session, folder: RunFolder, page: PageWriter) -> None:
         self._session, self._folder, self._page = session, folder, page
         self._saving: checkpoint.Saving | None = None
-        self._seconds = 0.0  # that beginning the checkpoint being written took
+        self._seconds = 0.0  # taken to begin the checkpoint that is being written
         self.saved = 0
         """Steps taken when the newest checkpoint was begun."""
 
@@ -53,7 +53,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> Metrics:
-        """Put a checkpoint that is being written in force. Call it before an update changes its tensors."""
+        """Wait for the checkpoint, and put it in force. Call before an update changes its tensors."""
         if self._saving is None:
             return {}
         check_held(self._folder)

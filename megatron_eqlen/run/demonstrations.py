@@ -8,7 +8,8 @@ from megatron_eqlen.data.prompts import PromptSource, position_metrics
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.run.generation import Generator, Rollouts
+from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.tree import INDEPENDENT

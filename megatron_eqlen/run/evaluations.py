@@ -12,7 +12,7 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
 from megatron_eqlen.report.format import markdown_rows
-from megatron_eqlen.run.generation import Rollouts
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run_folder import PARTIAL, RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
@@ -28,8 +28,8 @@ class Evaluations:
         self._results: dict[str, list[EvaluationResult]] = {}
 
     def evaluate(self, label: str, rollouts: Rollouts, steps: int) -> Metrics:
-        """Evaluate all benchmarks with the engine's weights, those after ``steps``. Results before and after
-        training that are there stay, also of a try that was cut off, or of the last step."""
+        """Evaluate all benchmarks with the engine's weights, those after ``steps`` steps. ``before`` and
+        ``after`` keep what an earlier start measured, ``after`` also what the last step did."""
         path = self._folder.evaluation(label)
         begun = [path.with_name(path.name + PARTIAL), path]
         # a step that is taken again, after a kill before its checkpoint, may have other weights
@@ -37,7 +37,7 @@ class Evaluations:
         files = known.get(label, [])
         earlier = agree(lambda: next((read_results(file) for file in files if file.exists()), []))
         if label == "before" and steps:
-            self._results[label] = earlier  # nothing has the weights of before the first step any more
+            self._results[label] = earlier  # the weights before the first step are gone
             return {}
         before = self._results.get("before", [])
         self._results[label], metrics = evaluate(self._session, rollouts, path, label, before, earlier)
@@ -57,8 +57,8 @@ class Evaluations:
 def evaluate(
     session: Session, rollouts: Rollouts, path: Path, label: str, before: Results = (), earlier: Results = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Evaluate all benchmarks into ``path``, one after the other. ``before``: to compare with. ``earlier``:
-    results, of which those that are of the same weights and settings are not measured again."""
+    """Evaluate all benchmarks into ``path``, one after the other. ``before``: results to compare with.
+    ``earlier``: results that are kept where the same weights gave them with the same settings."""
     if not rollouts.benchmarks:
         return [], {}
     known = {result.benchmark: result for result in earlier}

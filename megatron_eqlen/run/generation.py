@@ -1,29 +1,18 @@
-"""Source of a step's scored rollouts: an engine (or the record of a run: ``replay``).
-
-    prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
-
-Prompts are split over the engine replicas for generation, and a replica's rollouts over its ranks for
-grading. Every rank then has the rollouts that it graded, and skeletons of all others.
-"""
+"""Rollouts from an engine, recorded as they complete."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_eqlen.data.demonstrations import training_prompts
-from megatron_eqlen.data.first_rewards import first_rewards, refuse_unfit
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
 from megatron_eqlen.engines.protocol import Engine, IdleEngine
-from megatron_eqlen.engines.teacher_server import TeacherServer
 from megatron_eqlen.environments.load import conversations, tools
 from megatron_eqlen.evaluation.evaluate import evaluate, subject
 from megatron_eqlen.evaluation.result import EvaluationResult
@@ -31,15 +20,11 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.job import Job
 from megatron_eqlen.metrics import at_once
-from megatron_eqlen.objectives import dynamic_sampling
-from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
 from megatron_eqlen.record.reader import (
     PartialRolloutError,
@@ -52,18 +37,17 @@ from megatron_eqlen.record.reader import (
     step_files,
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
-from megatron_eqlen.rewards.scoring import Scorer, leave_out, refuse_too_many, scored
-from megatron_eqlen.run.replicas import Replicas, shared
+from megatron_eqlen.rewards.scoring import leave_out
+from megatron_eqlen.run.replicas import Replicas
+from megatron_eqlen.run.rollouts import InTurn, grade, select
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
 from megatron_eqlen.sampling.placed import PlacedTrees
 from megatron_eqlen.sampling.probe import ProbeSampling
-from megatron_eqlen.sampling.profile import profile_metrics
-from megatron_eqlen.tokens import TEACHER
-from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines
+from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
 SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts that the next step resumes."""
@@ -77,84 +61,11 @@ def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, Rollo
     return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in entries}
 
 
-class Rollouts:
-    """The loop's rollouts: a ``Generator``, ``Ahead`` of one, a ``replay.Replay``, or ``Demonstrations``."""
-
-    suspended: dict[RolloutKey, RolloutOrigin]
-    """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
-    benchmarks: Sequence[BenchmarkRecipe] = ()
-    """Benchmarks that ``evaluate`` accepts."""
-
-    def collect(self, step: Step) -> Step:
-        """Return the step with its scored rollouts."""
-        raise NotImplementedError
-
-    def check(self, first: int, steps: int | None) -> None:
-        """Raise ValueError if rollouts of the steps ``first`` (from 0) to ``steps - 1`` are not available."""
-
-    def sleep(self) -> None:
-        """Free the accelerator's memory for the trainer."""
-
-    def update_weights(self, policy: Policy) -> Metrics:
-        """Bring the policy's weights to the engine, if there is one; return the time it took."""
-        return {}
-
-    def disagreement(self, mismatch: float | None) -> str | None:
-        """Return a warning if a step's mismatch is too large. Recorded tokens may come from any weights."""
-        return None
-
-    def settle(self) -> None:
-        """Wait for the harvests under way: an evaluation has the engine for itself."""
-
-    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
-        """Evaluate a benchmark with the engine's current weights. ``earlier``: result that may be of them."""
-        raise AssertionError("without an engine there are no benchmarks")
-
-    def go_to(self, data_position: dict[str, Any] | None) -> None:
-        """Continue drawing prompts after ``data_position`` (of a checkpoint)."""
-
-
-class InTurn(Rollouts, ABC):
-    """Collects rollouts when a step asks for them, from as many batches of prompts as it needs."""
-
-    session: Session
-
-    def collect(self, step: Step) -> Step:
-        while prompts := self.prompts(step):
-            step = step.add(self.score(step, self.harvest(step, prompts)))
-        return step
-
-    @abstractmethod
-    def prompts(self, step: Step) -> list[Prompt]:
-        """Return the next prompts for ``step``, the same on every rank; none when it has enough."""
-
-    @abstractmethod
-    def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        """Generate this replica's share of the rollouts of ``prompts``."""
-
-    @abstractmethod
-    def score(self, step: Step, harvested: Batch) -> Batch:
-        """Return all replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
-
-    @cached_property
-    def teacher(self) -> TeacherServer:
-        """Server at ``teacher.url``, checked."""
-        recipe = self.session.recipe
-        server = TeacherServer(recipe.teacher.url, recipe.rollout.request_timeout)
-        self.session.ends_with(server.close)
-        server.check(self.session.tokenizer, recipe.longest_path)
-        return server
-
-    def teach(self, rollouts: Sequence[Rollout]) -> None:
-        """Fill the column ``teacher`` where it is missing, if ``teacher.url`` is set."""
-        parts = (part for rollout in rollouts for part in rollout.parts)
-        if self.session.recipe.teacher.url and not all(TEACHER.name in part.tokens for part in parts):
-            self.teacher.fill(rollouts)
-
-
 class Generator(InTurn):
     """Rollouts from this rank's engine, recorded under ``streams`` as they complete. ``synced``: weights come
     from a policy before anything is generated, not from ``recipe.model.path``."""
+
+    from_engine = True
 
     def __init__(
         self,
@@ -164,7 +75,7 @@ class Generator(InTurn):
         source: PromptSource | None = None,
         once: BenchmarkRecipe | ProbeSampling | None = None,
     ) -> None:
-        """``once``: its problems, or the prompts that it continues, are those of the only step."""
+        """``once``: a benchmark or a probe, whose prompts are harvested in a single step."""
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.conversations = conversations(self.recipe, session.tokenizer)
@@ -192,7 +103,7 @@ class Generator(InTurn):
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}
         """Partial rollouts that this step resumes."""
         self.recorded: tuple[int | None, list[Path]] = None, []
-        """Number of a step, and the files of an attempt at it that was cut short, but not of this process."""
+        """(number of a step, files that an earlier process recorded of it)."""
 
     # ---- prompts ------------------------------------------------------------------------------------
 
@@ -265,7 +176,7 @@ class Generator(InTurn):
         plan = self._plan(step, mine)
         # grade what an earlier attempt recorded, while the engine generates the rest
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
-        # until the record is on disk
+        # the stage lasts until the record is on disk
         with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
             observers: list[HarvestObserver] = [self.session.early_grading]
             if replicas.leads:
@@ -393,68 +304,8 @@ class Generator(InTurn):
                     f"{tolerance:g} (rollout.mismatch.tolerance): it computes another function"
                 )
 
-    def disagreement(self, mismatch: float | None) -> str | None:
-        return disagreement(mismatch, self.recipe.rollout)
-
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
-
-
-def start_prompts(session: Session) -> PromptSource | None:
-    """Return the prompts of rank 0, None on others."""
-    if not distributed.is_rank0():
-        return None
-    recipe = session.recipe
-    longest = session.job.model.context_length if recipe.supervised else 0
-    source = training_prompts(recipe, longest, session.tokenizer, tools(recipe))
-    session.ends_with(source.close)
-    return source
-
-
-def try_rewards(session: Session, source: PromptSource) -> None:
-    """Say how data files are read, read all benchmarks, and call each grader of the user's own on real rows.
-    Raises ValueError for an error of one, and for a template whose turns do not end responses."""
-    require_end(session.tokenizer, session.recipe.data.enable_thinking)
-    for text in source.told():
-        session.progress.say(text)
-    recipe = session.recipe
-    graders = [read.grader or "" for read in (*recipe.data.sources, *recipe.evaluation.benchmarks)]
-    # built-in graders need no trial: read the benchmarks alone, whose faults would come hours later
-    if not any(map(is_import_path, graders)):
-        for benchmark in recipe.evaluation.benchmarks:
-            source.benchmark(benchmark)
-        return
-    with closing(Scorer(recipe.reward, session.tokenizer, seed=recipe.seed)) as scorer:  # the run's is fresh
-        rewards = first_rewards(recipe, source, scorer, session.tokenizer)
-    refuse_unfit(rewards)
-    for first in rewards:
-        (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")
-
-
-def grade(
-    session: Session, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
-) -> tuple[list[Rollout], Metrics]:
-    """Grade this rank's rollouts; return all ranks' skeletons, and metrics. Raises UnscoredError."""
-    reward = session.recipe.reward
-    calls = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
-    everyone = shared(rollouts, prompts)
-    refuse_too_many(everyone, reward)
-    return everyone, calls
-
-
-def select(graded: Batch, step: Step, session: Session) -> Batch:
-    """Return the batch with reward metrics and only the rollouts that the step trains. Dynamic sampling
-    leaves out prompts without unequal rewards, and those beyond ``data.prompts_per_step``."""
-    recipe = session.recipe
-    kept, measured = scored(graded.rollouts, recipe.reward)
-    rollouts = due_rollouts(kept)
-    metrics = graded.metrics | measured | profile_metrics(rollouts, recipe)
-    if session.objective.dynamic_sampling:
-        room = recipe.data.prompts_per_step - step.prompts
-        rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, session.job, room)
-    # among all that were graded: those that training keeps are a selection
-    drawn = drawn_lines(graded.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
-    return Batch(rollouts, metrics, graded.data_position, drawn=drawn)
 
 
 def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
@@ -473,6 +324,6 @@ def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
         return ServerEngine(path, rollout, ends, longest, syncs_first=syncs_first, run=run, dtype=dtype)
     from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
-    if syncs_first:  # which brings the weights
+    if syncs_first:  # the sync brings the weights
         rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy"} | rollout.vllm})
     return ColocatedEngine(path, rollout, recipe.model.dtype, ends, longest, recipe.seed)

@@ -25,8 +25,10 @@ from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
-from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
+from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.prompts import start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
@@ -34,9 +36,8 @@ from megatron_eqlen.training.policy import Policy
 
 
 def train(job: Job, replay: Path | None = None, until: int | None = None) -> None:
-    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one. With
-    ``replay``, rollouts come from a run's recorded streams, without an engine. With ``until``, the run stops
-    after so many steps and exports their weights."""
+    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one.
+    ``replay``: recorded streams, in place of an engine. ``until``: steps after which to stop and export."""
     if replay is not None:
         _require_sampling(job, "--replay")
     with Session(job) as session:
@@ -65,7 +66,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
             step = step.log(run.unpark(policy))
             step = run.update(step, policy, trees)
             step = step.log(run.park(policy))
-            run.report_mismatch(rollouts.disagreement(policy.mismatch), policy.worst)
+            run.report_mismatch(policy, rollouts)
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)
@@ -94,8 +95,7 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             keep_inputs(out, job.recipe)
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
-        # the date that chat templates write stays that of the first attempt: its prompts are recorded
-        session.tokenizer.today = distributed.agree(lambda: events.began(out))
+        session.keep_date(out)
         prompts = None if benchmark else start_prompts(session)
         generator = Generator(session, out, synced=False, source=prompts, once=benchmark)
         step = generator.collect(Step(number=0, policy_version=0))
@@ -107,9 +107,9 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
 
 def evaluate_only(job: Job, out: Path, run: Path) -> None:
     """Evaluate the model at ``model.path``, write the results to ``out`` and print a table. ``run``: folder
-    whose first start is the date that templates write, or a recipe's file."""
+    whose first start dates the prompts (``Session.keep_date``), or a recipe's file: today."""
     with Session(job) as session:
-        session.tokenizer.today = distributed.agree(lambda: events.began(run))
+        session.keep_date(run)
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
         if results:
             rank_seconds = metrics["time/evaluate"] * distributed.world_size()

@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.environments.conversation import STATES
-from megatron_eqlen.files import expecting, read_json, remove_partial, step_folders, step_name, write_json
+from megatron_eqlen.files import (
+    expecting,
+    read_json,
+    remove_partial,
+    step_folders,
+    step_name,
+    streams_of,
+    write_json,
+)
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.tokenizer import THINKING
 from megatron_eqlen.job import Job
@@ -55,8 +63,8 @@ SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’�
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Question of a user about a run: the options of ``eqlen probe``."""
+class ProbeOptions:
+    """Options of ``eqlen probe``."""
 
     run: Path
     step: int
@@ -65,10 +73,10 @@ class Asked:
     """Places: ``sentences``, ``forks``, ``every:16`` or ``10,20`` (generated tokens of a response)."""
     samples: int = 8
     budget: int | None = None
-    """Tokens that may be generated, as far as can be told before; None: four times the step's."""
+    """Most tokens that the probe is expected to generate; None: four times the step's."""
     seed: int = 0
     force: str | None = None
-    """Text that is put in at each place, where the policy's turn does not have its end marker yet."""
+    """Text to insert at each place where the policy's turn does not have its end marker yet."""
 
     def __post_init__(self) -> None:
         tokens = "every:TOKENS, or tokens as 10,20"
@@ -88,17 +96,16 @@ class Target:
     """A step of a run, its recorded rollouts, and the places of those that are probed."""
 
     job: Job
-    asked: Asked
+    options: ProbeOptions
 
     @property
     def streams(self) -> Path:
-        inner = self.asked.run / "streams"
-        return inner if inner.is_dir() else self.asked.run  # of `eqlen harvest`
+        return streams_of(self.options.run)
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
         """The step's rollouts. Raises ValueError if there is none, or if different weights sampled them."""
-        step, folders = self.asked.step, {n + 1: folder for n, folder in scored_steps(self.streams)}
+        step, folders = self.options.step, {n + 1: folder for n, folder in scored_steps(self.streams)}
         if step not in folders:
             nearest = min(folders, key=lambda number: abs(number - step), default=0)
             kept = (
@@ -135,62 +142,62 @@ class Target:
     @cached_property
     def steps(self) -> int:
         """Number of steps whose training made the weights that sampled the rollouts."""
-        columns, before = Columns(self.asked.run, ["train/updates"]), self.asked.step - 1
+        columns, before = Columns(self.options.run, ["train/updates"]), self.options.step - 1
         if missing := {*range(1, before + 1)} - {*columns.steps.tolist()}:
             raise ValueError(
-                f"{self.asked.run / METRICS}: expected the updates of all steps before step "
-                f"{self.asked.step}, which made its weights, found no step {min(missing)}"
+                f"{self.options.run / METRICS}: expected the updates of all steps before step "
+                f"{self.options.step}, which made its weights, found no step {min(missing)}"
             )
         # [steps + 1] policy version after each number of steps; one that skips its update repeats it
         made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:
-            raise ValueError(f"{self.asked.run}: no training made version {self.version} of the weights")
+            raise ValueError(f"{self.options.run}: no training made version {self.version} of the weights")
         return int(np.flatnonzero(made == self.version)[-1])
 
     @cached_property
     def budget(self) -> int:
         generated = sum(len(part) for rollout in self.rollouts for part in rollout.parts)
-        return 4 * generated if self.asked.budget is None else self.asked.budget
+        return 4 * generated if self.options.budget is None else self.options.budget
 
     @cached_property
     def kind(self) -> ProbeSampling:
         """Continues responses drawn at random until the budget is used up, one at least."""
-        asked = self.asked
+        options = self.options
         # responses in random order, each with all its places
         drawn = [(r, line) for r in self.rollouts for line in r.lines() if line.last.finish_reason]
         order = [*enumerate(drawn)]
-        random.Random(asked.seed).shuffle(order)
+        random.Random(options.seed).shuffle(order)
         chosen, places, expected = list[int](), dict[RolloutKey, dict[Place, int]](), 0
         for n, (rollout, line) in order:
             # lines share prefixes: a place that an earlier one has brought costs nothing more
             known = places.get(key := rollout_key(rollout), {})
             more = self._places(rollout, line) | known
-            cost = asked.samples * (sum(more.values()) - sum(known.values()))
+            cost = options.samples * (sum(more.values()) - sum(known.values()))
             if chosen and expected + cost > self.budget:
                 break
             chosen.append(n)
             places[key], expected = more, expected + cost
         count = sum(map(len, places.values()))
         # every response has the place at its prompt: one place each is none of those asked for
-        if count == len(places) and asked.at.strip("0,"):
-            raise ValueError(f"--at {asked.at}: expected places, found none in {len(chosen)} responses")
-        if count * asked.samples > TRACKS:
+        if count == len(places) and options.at.strip("0,"):
+            raise ValueError(f"--at {options.at}: expected places, found none in {len(chosen)} responses")
+        if count * options.samples > TRACKS:
             raise ValueError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
         # in the record's order again
         responses = [drawn[n] for n in sorted(chosen)]
-        return ProbeSampling(self.rollouts, responses, places, asked.samples, asked.seed, self.forced)
+        return ProbeSampling(self.rollouts, responses, places, options.samples, options.seed, self.forced)
 
     def cost(self) -> str:
         """Return what the probe will cost. Raises ReplayError if a step to train again is gone."""
-        asked, responses = self.asked, plural(len(self.kind.responses), "response")
-        known = Columns(asked.run, ["harvest/tokens_per_second", "time/train"])
+        options, responses = self.options, plural(len(self.kind.responses), "response")
+        known = Columns(options.run, ["harvest/tokens_per_second", "time/train"])
         lengths = [length for places in self.kind.places.values() for length in places.values()]
-        places, expected = plural(len(lengths), "place"), asked.samples * sum(lengths)
-        told = f"{responses}, {places} x {asked.samples} continuations, about {expected:,} tokens"
+        places, expected = plural(len(lengths), "place"), options.samples * sum(lengths)
+        told = f"{responses}, {places} x {options.samples} continuations, about {expected:,} tokens"
         if expected > self.budget:
             told += " (more than --budget: one response at least)"
         # the run's own speed in that step, so on the same machine and at the same lengths
-        speed = known["harvest/tokens_per_second"][known.steps == asked.step]
+        speed = known["harvest/tokens_per_second"][known.steps == options.step]
         if speed.sum() > 0:
             told += f", {expected / speed[0]:.0f} s at its speed without the start"
         # without a checkpoint of these weights, steps from the newest one before are trained again
@@ -200,17 +207,17 @@ class Target:
             seconds = np.nansum(known["time/train"][(known.steps > first) & (known.steps <= self.steps)])
             again = plural(self.steps - first, "step")
             told += f"; no checkpoint has these weights: {again} trained again, {seconds:.0f} s"
-        return f"step {asked.step}: {told}"
+        return f"step {options.step}: {told}"
 
     @property
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """Checkpoints of the run that are not after the step's weights."""
-        return [(n, path) for n, path in step_folders(self.asked.run / "checkpoints") if n <= self.steps]
+        return [(n, path) for n, path in step_folders(self.options.run / "checkpoints") if n <= self.steps]
 
     @cached_property
     def forced(self) -> list[int]:
         """Tokens of ``force``, none without it. Raises ValueError for text that no response can contain."""
-        if (text := self.asked.force) is None:
+        if (text := self.options.force) is None:
             return []
         Marker.of(text, self.job.tokenizer, "--force")
         # It stands within a response, and begins with no space that a tokenizer puts before a text.
@@ -223,7 +230,7 @@ class Target:
     @property
     def marker(self) -> str | None:
         """End marker: ``</think>`` or the recipe's marker, if ``force`` has it, else all of ``force``."""
-        force, known = self.asked.force, (THINKING[1], self.job.recipe.tree_sampling.marker)
+        force, known = self.options.force, (THINKING[1], self.job.recipe.tree_sampling.marker)
         return next((marker for marker in known if force and marker and marker in force), force)
 
     def _places(self, rollout: Rollout, line: Line) -> dict[Place, int]:
@@ -231,11 +238,11 @@ class Target:
         response had from there, or behind its end marker where that is forced. With ``force``, text of the
         turn before a place lacks the marker, and the limit leaves room for an answer."""
         # places are lengths in generated tokens, so an environment's tokens must not count
-        at, parts = self.asked.at, rollout.line(line.last.number)
+        at, parts = self.options.at, rollout.line(line.last.number)
         token_ids, ends = tokens_along(parts).tolist(), np.cumsum([0, *map(len, parts)])
         generated = np.concatenate([part.tokens.is_generated for part in parts])
         if at == "sentences":
-            # tokens that end a sentence; those that the environment said are no places
+            # tokens that end a sentence, except those of the environment
             after = np.array(ends_of_sentences(token_ids, self.decode), int) - 1
             lengths = generated.cumsum()[after[generated[after]]].tolist()
         elif at == "forks":
@@ -268,8 +275,8 @@ class Target:
         return _apart(self.job.recipe, out / "weights")
 
     def prepare(self, out: Path) -> None:
-        """Write what is asked to ``out``, and copy its checkpoint. Raises ValueError for another's folder."""
-        asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
+        """Write the options to ``out``, and copy the checkpoint. Raises ValueError if ``out`` has others."""
+        asked = asdict(self.options) | {"run": str(self.options.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)
         other = sorted(path.name for path in out.iterdir() if path.name not in begun and path.name[0] != ".")
@@ -284,14 +291,14 @@ class Target:
                     if (found := before.get(key)) != value:
                         raise ValueError(f"--out {out}: holds another probe ({key}: {found!r} -> {value!r})")
                 return
-            recorded = self.streams / step_name(self.asked.step - 1)
+            recorded = self.streams / step_name(self.options.step - 1)
             if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
                 (out / "recorded").unlink(missing_ok=True)
                 (out / "recorded").symlink_to(recorded.resolve())
             if self.steps and self._checkpoints:
                 remove_partial(out / "weights/checkpoints")
                 checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
-                shutil.copy(self.asked.run / METRICS, out / "weights")
+                shutil.copy(self.options.run / METRICS, out / "weights")
             # last: from now on the folder is that of this probe
             write_json(file, {"asked": asked})
 
@@ -337,7 +344,7 @@ def probe(target: Target, out: Path) -> None:
     """Continue the step's rollouts, and write and print the result. A probe that was cut off is completed."""
     with Session(target.sampling(out)) as session:
         hold = Hold(out) if distributed.is_rank0() else None
-        step, version = Step(number=target.asked.step - 1, policy_version=target.version), target.version
+        step, version = Step(number=target.options.step - 1, policy_version=target.version), target.version
         served = session.recipe.rollout.engine == "server" and version > 0
         generator = Generator(session, out, synced=served, once=target.kind)
         if served:  # servers hold the weights of their start, or of a sync
@@ -354,5 +361,5 @@ def probe(target: Target, out: Path) -> None:
             found = look(read_step(out / step.name), target.kind, target.job, target.decode)
             write_json(out / FILE, read_json(out / FILE) | {FOUND: as_json(found)})
             session.progress.say(tables(found))
-            page = write_probe_page(out / "probe.html", target.asked.step, found, target.job.recipe)
+            page = write_probe_page(out / "probe.html", target.options.step, found, target.job.recipe)
             session.progress.say(f"see {page}")

@@ -18,8 +18,8 @@ class StepRecords:
         self._session, self._folder = session, folder
         self._writer: MetricsWriter | None = None
 
-    def compare(self, steps: int, resumed: bool) -> None:
-        """Report disagreements with the records of the ``steps`` steps before this start."""
+    def report_gaps(self, steps: int, resumed: bool) -> None:
+        """Report steps that are trained again, and those of the ``steps`` steps so far without a record."""
         if not distributed.is_rank0():
             return
         columns = Columns(self._folder.path, ["train/updates"])

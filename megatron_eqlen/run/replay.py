@@ -11,7 +11,7 @@ from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.record.partial import RolloutOrigin
 from megatron_eqlen.record.reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.record.replayed import check_step, check_steps
-from megatron_eqlen.run.generation import InTurn, grade, select
+from megatron_eqlen.run.rollouts import InTurn, grade, select
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import ALWAYS, COLUMNS, TEACHER

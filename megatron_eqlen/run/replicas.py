@@ -48,7 +48,7 @@ class Replicas:
 
 
 @collector_paused()
-def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
+def rollouts_of_all_ranks(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
     """Return all ranks' rollouts in training order, from this rank's ``part`` and all ranks' ``prompts``.
     Collective. This rank becomes the home of its part's arrays and gets skeletons of the other rollouts."""
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}

@@ -13,7 +13,7 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.flops import achieved
-from megatron_eqlen.processes import distributed, events, failures
+from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import COSTS, Spent
@@ -24,13 +24,13 @@ from megatron_eqlen.report.metrics import Columns, read_newest
 from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held
 from megatron_eqlen.run.evaluations import Evaluations
-from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.records import StepRecords
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.profile import gain_metrics
-from megatron_eqlen.training.agreement import MismatchError
+from megatron_eqlen.training.agreement import MismatchError, disagreement
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.profiler import Profiler
 from megatron_eqlen.types import UNSCORED, Metrics, TokenTree
@@ -48,8 +48,7 @@ class Run:
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
             keep_inputs(self.folder.path, self.recipe)
-        # chat templates may write the date: a resumed run keeps that of its first start, and so its prompts
-        session.tokenizer.today = distributed.agree(lambda: events.began(self.folder.path))
+        session.keep_date(self.folder.path)
         # from here on errors and hangs leave their records in the run's folder
         failures.keep_in(self.folder.path)
         session.watch(self.folder.hang)
@@ -65,7 +64,7 @@ class Run:
         self.position: dict[str, Any] | None = None
         """Contents of the loaded checkpoint except the policy."""
         self.diagnosed: Collection[str] = ()
-        """Kinds of the newest step's diagnoses, which are said once."""
+        """Kinds of faults found in the newest step; each is reported once while it lasts."""
         self.disagrees = False
         """True if trainer and engine disagreed in the newest step."""
         self.stopping = False
@@ -93,7 +92,7 @@ class Run:
             self.spent = Spent(self.position["step"], **{key: self.position[key] for key in COSTS})
             self.begun = self.steps
             self.session.events.note("resumed", step=self.steps)
-        self.records.compare(self.steps, self.position is not None)
+        self.records.report_gaps(self.steps, self.position is not None)
 
     def resume(self, rollouts: Rollouts) -> None:
         """Continue from the loaded position."""
@@ -170,10 +169,9 @@ class Run:
             minibatches, metrics = build_minibatches(
                 step.rollouts, self.session.job, version, gather, dist.get_rank()
             )
-        generated = step.metrics.get("harvest/generated_tokens")
-        if generated:
-            effective = 1000 * metrics["objective/effective_samples"] / generated
-            metrics["objective/effective_per_1k_tokens"] = effective
+        if generated := step.metrics.get("harvest/generated_tokens"):
+            effective = metrics["objective/effective_samples"]
+            metrics["objective/effective_per_1k_tokens"] = 1000 * effective / generated
         return step.log(metrics | seconds), minibatches
 
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
@@ -196,16 +194,17 @@ class Run:
             policy.unpark()
         return seconds
 
-    def report_mismatch(self, disagreement: str | None, worst: tuple[float, str]) -> None:
-        """Warn that trainer and engine disagree, unless they did in the step before, and end the run after
-        this step if the recipe says so. ``worst``: see ``Policy.worst``."""
-        before, self.disagrees = self.disagrees, disagreement is not None
-        if disagreement is None or before:
+    def report_mismatch(self, policy: Policy, rollouts: Rollouts) -> None:
+        """Warn if trainer and engine disagree, unless they did in the step before, and end the run after this
+        step if the recipe says so."""
+        fault = disagreement(policy.mismatch, self.recipe.rollout) if rollouts.from_engine else None
+        before, self.disagrees = self.disagrees, fault is not None
+        if fault is None or before:
             return
-        difference, place = worst
-        self.session.progress.warn(f"{disagreement}; most, by {difference:.3g}, in {place}")
+        difference, place = policy.worst
+        self.session.progress.warn(f"{fault}; most, by {difference:.3g}, in {place}")
         if self.recipe.rollout.mismatch.then == "stop":
-            self.stopped_by = disagreement
+            self.stopped_by = fault
 
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""
@@ -237,11 +236,7 @@ class Run:
         )
         # ranks that look for STOP themselves could see it in different steps
         self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
-        totals = {
-            "time/gpu_hours": self.spent.gpu_hours,
-            "total/generated_tokens": self.spent.generated_tokens,
-            "total/flops": self.spent.flops,
-        }
+        totals = {name: getattr(self.spent, cost) for cost, name in m.COST_METRICS.items()}
         effective = step.metrics.get("objective/effective_samples", 0.0)
         speed = {
             "time/step": taken,
@@ -249,22 +244,24 @@ class Run:
             "time/trainer_idle": timeline.idle(TRAINER, step.started, now),
             "objective/effective_per_gpu_second": effective / (taken * self.recipe.gpus),
         }
-        # made of sums over all batches of the step, so it can be told only now
+        # computed from sums over all batches of the step, which are complete only now
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)
         if distributed.is_rank0():
-            # each fault is said once while it lasts, and again if it comes back
-            found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, STEPS)))
-            for kind in (kind for kind in found if kind not in self.diagnosed):
-                nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
-                self.session.progress.warn(f"step {self.steps}{nothing}: {found[kind]}")
-            self.diagnosed = found.keys()
+            self._warn_of_faults(step)
+
+    def _warn_of_faults(self, step: Step) -> None:
+        """Warn of each kind of fault once while it lasts, and again if it comes back."""
+        faults = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, STEPS)))
+        for kind in (kind for kind in faults if kind not in self.diagnosed):
+            nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
+            self.session.progress.warn(f"step {self.steps}{nothing}: {faults[kind]}")
+        self.diagnosed = faults.keys()
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
-        """Save what the next step starts from: every few steps, at the end, and when asked to stop. Nothing
-        is saved after a skipped update while steps remain: the weights may cause its non-finite numbers, and
-        a new checkpoint would push out a good one."""
+        """Save what the next step starts from: every few steps, at the end, and when asked to stop; not after
+        a skipped update while steps remain, since faulty weights would push out a good checkpoint."""
         every, last = self.recipe.checkpoint.every, not self.has_next_step()
         # not `steps % every == 0`: what was due after a skipped update is saved a step later
         due = last or self.steps // every > self.checkpoints.saved // every

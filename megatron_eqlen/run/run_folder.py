@@ -136,11 +136,11 @@ class RunFolder:
         return self.hold
 
     def begin_from(self, source: str, carries: bool) -> None:
-        """Begin, unless the run has begun, after another's step, ``RUN@STEP``, with its checkpoint, metrics,
-        first evaluation and, if it ``carries`` rollouts over, the step's record. Raises RecipeError."""
+        """Begin after ``source``, RUN@STEP, unless it has begun: copy the checkpoint, the metrics, the first
+        evaluation and, if the run ``carries`` rollouts over, the step's record. Raises RecipeError."""
         begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
         run, _, step = source.rpartition("@") if "@" in source else (source, "", "")
-        # but for the record that an earlier try has copied
+        # the record that an earlier try has copied is not this run's own
         own = [number for number, _ in step_folders(self.streams) if not begun or f"{number + 1}" != step]
         saved = checkpoint_folder.latest(self.checkpoints) or self.lost_checkpoints()
         if saved or own or (begun and source not in begun):
@@ -192,7 +192,7 @@ class RunFolder:
         keep(self.path, {f"RUN/{export.name}": written(export)})
 
     def set_aside(self, export: Path) -> None:
-        """Rename an export that lacks some of what was written, or has something else."""
+        """Rename an export that is not what this run wrote."""
         if export.exists():
             aside = export.rename(unused(export.with_name(f"{export.name}-changed")))
             logger.warning("%s: not what this run wrote: set aside as %s", export, aside.name)
@@ -261,5 +261,5 @@ def _changed(file: Path, recipe: Recipe) -> str:
     changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
     # A name on the hub that is not pinned yet stays at the commits of ``file``.
     pins = {key for key, (_, new) in changed.items() if new is None and key.endswith(".revision")}
-    fixed = [(key, of) for key, of in changed.items() if key not in pins and not is_under(key, MAY_CHANGE)]
-    return "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in fixed)
+    fixed = {key: v for key, v in changed.items() if key not in pins and not is_under(key, MAY_CHANGE)}
+    return "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in fixed.items())

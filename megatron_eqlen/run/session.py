@@ -20,12 +20,13 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.processes import distributed, failures
+from megatron_eqlen.processes import distributed, events, failures
 from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import RecipeError, layout
+from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
@@ -50,12 +51,12 @@ class Session:
         groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
         self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds)
-        self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
+        self.ends_with(self.watchdog.stop)  # nearly last, since the functions that end first may hang
         self._ends.callback(groups.stop)
         self.job, self.recipe, self.objective = job, recipe, job.objective
-        first = distributed.agree(lambda: job.revisions)
-        if job.revisions != first:  # a branch on the hub moved while ranks of several nodes resolved it
-            raise RecipeError(f"expected the revisions of rank 0, {first}, found {job.revisions}")
+        own, first = revisions(recipe), distributed.agree(lambda: revisions(recipe))
+        if own != first:  # a branch on the hub moved while ranks of several nodes resolved it
+            raise RecipeError(f"expected the revisions of rank 0, {first}, found {own}")
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         # servers are driven by rank 0 alone, a colocated engine by all ranks it lives in
@@ -89,15 +90,18 @@ class Session:
     def ends_with(self, close: Callable[[], None]) -> None:
         self._ends.callback(close)
 
+    def keep_date(self, run: Path) -> None:
+        """Make chat templates write the date of the first start in ``run``, so that prompts stay the same."""
+        self.tokenizer.today = distributed.agree(lambda: events.began(run))
+
     def watch(self, folder: Path) -> None:
         """From now on, notice hangs, and write their records to a folder of this try under ``folder``."""
         self.watchdog.start(folder / distributed.agree(lambda: time.strftime("%Y%m%d-%H%M%S")))
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
-        """Note that the stage runs during the block; the metrics yielded then hold the seconds as
-        ``time/NAME``, and the peak memory, but for a stage beside training, in another thread.
-        ``patience``: see ``Watchdog.stage``."""
+        """Run the block as a stage. At its end the metrics yielded hold its seconds (``time/NAME``) and,
+        except in a thread beside training, the peak memory. ``patience``: see ``Watchdog.stage``."""
         measured: Metrics = {}
         # a harvest beside training would reset the peak that the trainer's stage is measuring
         alone = distributed.is_alone()

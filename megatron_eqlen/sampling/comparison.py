@@ -39,7 +39,7 @@ class ComparisonUnit:
     rollout: int = 0
     """Number of the rollout in its minibatch: units of one rollout share the rollout's weight."""
     apart: list[tuple[float, ComparisonUnit]] = field(default_factory=list)
-    """Weight and rewards of each named reward, if these become advantages one by one."""
+    """(weight, unit) of each named reward, where every name gets advantages of its own."""
     advantages: list[float] = field(default_factory=list)
     trained: bool = True
     counted: bool = True
@@ -81,8 +81,8 @@ def part_rewards(
     tree: Rollout, penalty: Penalty = no_penalty, open_reward: float | None = None
 ) -> dict[int, float]:
     """Return the reward of each part, by its number: a leaf's is that of its response, an inner part's the
-    mean of the parts that continue it. One that the token budget cut off, and that no part with a reward
-    continues, has ``open_reward`` and the penalty of its length, or none."""
+    mean of the parts that continue it. A part that the budget cut off, and that nothing continues, has
+    ``open_reward`` plus the penalty of its length; without ``open_reward`` it has none."""
     ends, rewards = tree.ends(), dict[int, float]()
     below: dict[int, list[float]] = defaultdict(list)
     # children come after their parents: an inner part's reward is known from below
@@ -102,7 +102,7 @@ def part_rewards(
 
 
 def token_tree(rollout: Rollout, name: str, parts: Sequence[Part]) -> tuple[TokenTree, dict[int, Node]]:
-    """Return the token tree of ``parts`` and those before, and its nodes by part number; the root's is -1."""
+    """Return the token tree of the prompt and ``parts``, and its nodes by part number; the root's is -1."""
     tokens = Tokens.of(rollout.prompt.token_ids)
     if rollout.prompt_columns is not None and len(tokens):  # skeletons on disk have no prompts
         tokens = Tokens({**rollout.prompt_columns.columns, **tokens.columns})

@@ -28,8 +28,7 @@ class Marker(NamedTuple):
 
     @classmethod
     def of(cls, text: str, tokenizer: Tokenizer, key: str = "tree_sampling.marker") -> Marker:
-        """Return the marker ``text`` of ``key``; a token holds at least one byte of it. Raises ValueError if
-        the tokenizer's texts cannot contain it."""
+        """Return the marker ``text`` of ``key``. Raises ValueError if no response can contain it."""
         if text not in (read := tokenizer.decode(tokenizer.encode(text))):
             raise ValueError(
                 f"{key}: {text!r}: expected text that a response can contain, found that the "
@@ -39,6 +38,7 @@ class Marker(NamedTuple):
         def contains(token_ids: list[int]) -> bool:
             return text in tokenizer.decode(token_ids)
 
+        # a token holds at least one byte
         return cls(contains, len(text.encode()))
 
 
@@ -109,8 +109,7 @@ class Harvester(ABC):
 
     def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
         """Make the next ``length`` generated tokens of a track (default: all that are in no part) part
-        ``number``, with an environment's answers to them. The finish reason and the environment's grade
-        belong to the track's last token."""
+        ``number``, with an environment's answers to them."""
         stop = len(track) if length is None else track.start + length
         # a part that is cut before the track's end has neither its reason nor its grade
         reason = track.finish_reason if stop == len(track) else None
@@ -127,19 +126,7 @@ class Harvester(ABC):
         return line_of({part.number: part for part in self.parts}, number)
 
 
-def in_step(tracks: Sequence[Track], places: Sequence[int]) -> list[Track]:
-    """Return those of ``tracks``, at these lengths, whose turns may be answered where a track's end forks
-    another: all tracks have come as far, so no end is before them. The others are told to come."""
-    calling = [place for track, place in zip(tracks, places, strict=True) if track.calls]
-    for track, place in zip(tracks, places, strict=True):
-        # a track that is behind must reach the first turn that waits before it is answered
-        ahead = [other for other in calling if other > place]
-        if ahead and track.finish_reason is None and not track.calls:
-            track.awaited = min(len(track) + min(ahead) - place, track.awaited)
-    return [t for t, place in zip(tracks, places, strict=True) if t.calls and place == min(places)]
-
-
-def all_rollouts(prompt: Prompt, index: int) -> bool:
+def every_rollout(prompt: Prompt, index: int) -> bool:
     """Select every rollout, by its prompt and its number."""
     return True
 

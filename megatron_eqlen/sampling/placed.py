@@ -27,7 +27,7 @@ TRIED, WATCHED = 4, 1
 """Trees of 16 that try a place, while fewer than ``KEPT`` are known of it and from then on."""
 
 Seen = Mapping[str, Sequence[Sequence[Sequence[Sequence[float]]]]]
-"""By source, for each place: ``by_rank`` of trees, of ranks 0 and 1, as JSON. Never changed in place."""
+"""By source and place: ``by_rank`` of each tree, ranks 0 and 1, as lists. Never changed in place."""
 
 
 class Rule(NamedTuple):

@@ -1,4 +1,4 @@
-"""Probes: recorded rollouts, continued anew at chosen places.
+"""Probes: recorded rollouts, continued again at chosen places.
 
     prompt ─┬─ piece 0 ─┬─ piece 1 ─── the recorded parts, cut at the places
             ├─ probe    ├─ probe
@@ -47,7 +47,7 @@ class Probed(Harvester):
         self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
         """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:
-            # forced tokens are parts of their own, which nobody generated, behind each place
+            # forced tokens are parts of their own behind each place, marked as not generated
             given = {GIVEN.name: [(-1,)] * len(probe.forced), "versions": rollout.policy_version}
             tokens, first = Tokens.of(probe.forced, 0.0, **given), len(self.parts)
             for number, place in enumerate(self.places, first):

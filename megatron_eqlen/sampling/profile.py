@@ -1,20 +1,23 @@
 """Outcome profile: how much of the reward's variance is decided in each part of a response.
 
 Lines that fork at a prefix h are independent continuations of it: their rewards estimate Var(R | h), what h
-leaves undecided, without bias. Forks of the same rank, the first of all lines, the second and so on, end a
-part of a response. The share v_k of Var(R | prompt) is decided in part k, which ends at the share x_k of a
-response's tokens. Responses that are compared with a perfect baseline have the noise sum of x_k v_k, against
-x before a place and 1 - x or n behind it, the larger, with their mean. n is the share of variance x tokens
-behind the place: (1 - x) u where all go on, and more where few do. One fork at x into m lines, which are
-compared with each other, divides by m what is decided behind it (u), and costs x + (1 - x) m times the
-tokens. A token that decides is no noise: its score goes with its reward, and lines that share its prefix do
-not average it. Its share of a response of T tokens is 1/T, so that
+leaves undecided, without bias. The first forks of all lines end part 1 of a response, the second part 2, ...
+
+    v_k    share of Var(R | prompt) that part k decides      x_k    share of a response's tokens at its end
+    x, u   x_k at one fork, and the variance left there      m      lines that continue after this fork
+    n      share of variance x tokens behind the fork: (1 - x) u where all lines go on, more where few do
+    T      tokens of a response
+
+Without forks the noise is the sum of x_k v_k if a perfect baseline is subtracted, and x + the larger of 1 - x
+and n if the mean is. The fork divides by m what is decided behind it, and costs x + (1 - x) m times the
+tokens. The deciding token, 1/T of a response, is no noise: its score goes with its reward, and lines that
+share its prefix do not average it. The noise with the fork is
 
     perfect baselines    sum of x_k v_k before + sum of x_k v_k behind / m + u / T
     means                x (1 - u) + x u / m + n / (m - 1) + u / T
 
-A fork pays where noise x tokens falls with either baseline, so that no gain of a baseline is taken for the
-fork's. Scores of tokens are taken for orthogonal and equally large.
+A fork pays where noise x tokens falls with either baseline, so that no gain of a baseline counts as the
+fork's. Scores of tokens are taken to be orthogonal and equally large.
 """
 
 from __future__ import annotations

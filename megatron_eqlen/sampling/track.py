@@ -118,9 +118,8 @@ class Track:
         return self.limit - len(self)
 
     def extend(self, delta: Delta, version: int | list[int]) -> bool:
-        """Take a delta's tokens, of weights of ``version`` (one, or one for each), up to the end of the
-        track; return True if it ended now or reached ``awaited``, a rare case in a function that runs once a
-        token. Raises ValueError for missing values."""
+        """Take a delta's tokens up to the end of the track; return True if it ended or reached ``awaited``.
+        Runs once a token. ``version``: of the weights, or one each. Raises ValueError for missing values."""
         tokens = self.tokens
         columns = delta.columns if self.keeps_columns else NO_COLUMNS
         if self.takes_turns:
@@ -139,7 +138,7 @@ class Track:
         if not self.remaining:
             self.finish_reason = "length"
             return
-        # nobody sampled these tokens: their columns have no values, and the version is the last one's
+        # these tokens were not sampled: their columns have no values, and the version is the last token's
         columns = self.tokens.blank(len(token_ids))
         columns[GIVEN.name] = [(turn,)] * len(token_ids)
         self.tokens.append(token_ids, columns, self.tokens.versions[-1])

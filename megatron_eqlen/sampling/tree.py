@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, part_rewards, token_tree
-from megatron_eqlen.sampling.harvester import Harvester, Marker, in_step
+from megatron_eqlen.sampling.harvester import Harvester, Marker
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
@@ -145,7 +145,7 @@ class Line:
         return self.offset + len(self.track)
 
     def is_alive_at(self, length: int) -> bool:
-        """Return True if the line goes on after ``length`` tokens of its response."""
+        """Return True if the line continues after ``length`` tokens of its response."""
         open_end = self.track.finish_reason is None and not self.track.calls
         return self.length > length or (self.length == length and open_end)
 
@@ -281,7 +281,7 @@ class GrowingTree(Harvester):
         track = self.open_track(number, response, self.limit - length, parent)
         self.lines.append(Line(track, length, number, forks, searched=length))
         if self.search is not None and forks < self.shape.forks:
-            self.search(self.lines[-1])  # says what to await
+            self.search(self.lines[-1])  # sets the length to await
         return track
 
 
@@ -313,11 +313,18 @@ class ForkedAtDeaths(GrowingTree):
         return []
 
     def calls(self) -> list[Track]:
-        return in_step([line.track for line in self.lines], [line.length for line in self.lines])
+        """Return the tracks whose turns may be answered: an end forks another line, so a turn waits until no
+        line is behind it. Lines that are behind are awaited at the first turn ahead of them."""
+        calling = [line.length for line in self.lines if line.track.calls]
+        for line in self.lines:
+            ahead = [length for length in calling if length > line.length]
+            if ahead and line.track.finish_reason is None and not line.track.calls:
+                line.track.awaited = min(min(ahead) - line.offset, line.track.awaited)
+        shortest = min((line.length for line in self.lines), default=0)
+        return [line.track for line in self.lines if line.track.calls and line.length == shortest]
 
     def die(self, line: Line) -> list[Track]:
-        """End a line and fork the heaviest of those that go on at its length and have not just forked there;
-        return the new tracks."""
+        """End a line; fork the heaviest that goes on there and has not just forked; return the new tracks."""
         self.end(line)
         length = line.length
         others = [other for other in self.lines if other.is_alive_at(length) and other.searched < length]

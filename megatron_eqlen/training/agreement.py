@@ -38,7 +38,7 @@ def mismatch_of(measured: Metrics) -> float | None:
 
 
 def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
-    """Return a message if a step's mismatch is above the tolerance; NaN is."""
+    """Return a message if a step's mismatch is above the tolerance or NaN."""
     tolerance = rollout.tolerance
     if not rollout.comparable or mismatch is None or mismatch <= tolerance:
         return None
@@ -55,7 +55,7 @@ def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     number = int(np.argmax(peaks))
     if not peaks[number] >= 0:
         return -1.0, ""
-    # rows are filled anew when they are read, so only the one with the peak is
+    # reading a row fills it again, so only the row with the peak is read
     row, at = rows[number], supervised_positions(rows[number])[int(differences[number].argmax())]
     segment = int(row.segment_ids[at])
     tree, node = rows.planned.forest.of_segment(segment)
@@ -72,7 +72,7 @@ class Compared:
     difference: float
     """Sum of |trainer - engine|."""
     worst: tuple[float, str]
-    """Largest of a token, and its place."""
+    """Largest difference of a token, and its place."""
 
     @classmethod
     def joined(cls, parts: Iterable[Compared]) -> Compared:
@@ -93,7 +93,7 @@ def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[
     enough = room - DRAWN_SHARE * sum(len(part) for rollout in rollouts for part in rollout.parts)
     unused = {TEACHER.name, *recipe.rollout.untrained_columns}
     for rollout in draw.sample(rollouts, len(rollouts)):
-        ends = sorted({part.number for part in rollout.parts} - {part.parent for part in rollout.parts})
+        ends = [line.last.number for line in rollout.lines()]
         name = f"{rollout.prompt_id}/{rollout.index}"
         tree, nodes = token_tree(rollout, name, rollout.line(draw.choice(ends)) if ends else [])
         if (size := sum(map(len, tree.nodes))) <= room and len(tree.nodes) > 1:

@@ -2,8 +2,7 @@
 
 All ranks of a data-parallel index need token ids, but every rank has those of prompts. Columns of the loss go
 to the last pipeline stage, columns of a path to the stages that compute their MoE layers
-(``Column.needed_by``). Arrays travel over the host in two hops: a rank sends each once, and the ranks that
-need it pass it on.
+(``Column.needed_by``). Arrays travel over the host in two hops: a rank sends each once, receivers pass it on.
 
     home ──each array to one──► the ranks that need it ──from there to all──► the ranks that need it
 """
@@ -103,8 +102,7 @@ def exchange(
     planned: Packing, placements: Sequence[Placement], model: ModelConfig
 ) -> tuple[Packing, Metrics]:
     """Return the plan with the tokens of all nodes that this rank trains, and metrics over all ranks.
-    ``placements``: one per rank. Received arrays live as long as the plan. Collective. Raises TreeError if
-    columns of the path do not fit the model."""
+    ``placements``: one per rank. Collective. Raises TreeError if columns of the path do not fit the model."""
     planned, experts = exchange_tokens(planned, placements), model.experts
     if not planned.forest.has_path_columns.any():
         return planned, {}
@@ -167,7 +165,7 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
 def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
     """Send the columns of all ``transfers``, put those for this rank in ``nodes``, and return their bytes."""
     rank, received = dist.get_rank(), 0
-    # round -> (what is sent, what is received), by the other rank, which counts alike: (node, columns)
+    # round -> (sent, received), by the other rank, which counts in the same way: (node, columns)
     rounds = defaultdict[int, tuple[Queues, Queues]](lambda: (defaultdict(list), defaultdict(list)))
     tokens = Counter[tuple[int, int]]()
     for transfer in transfers:
@@ -178,7 +176,7 @@ def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
                 rounds[number][way][peer].append((node, transfer.share))
                 tokens[way, peer] += len(nodes[node])
     for _, (outgoing, incoming) in sorted(rounds.items()):
-        # all messages of a round at once: no rank waits for another's order
+        # all messages of a round at once, so that no rank waits for the order of another
         work, messages = [], []
         for to, queue in outgoing.items():
             arrays = [array for node, share in queue for array in share.of(nodes[node].tokens).arrays()]

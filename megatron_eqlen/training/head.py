@@ -1,8 +1,7 @@
 """LM head and its log-probs. For rows of any length, only a chunk of the logits exists at once.
 
 A row of up to ``packing.logits_chunk`` supervised tokens goes through Megatron's linear layer, and its logits
-are kept for the backward pass. A longer row is cut into chunks of nearly equal length, whose logits the
-backward pass recomputes.
+are kept for the backward pass, which recomputes those of a longer row, chunk by chunk of nearly equal length.
 
 Chunks change no bit of log-probs and of hidden states' gradients, as far as the matrix product treats rows
 alike whatever their number (MKL does from 16 rows on; cuBLAS may not). The weight's gradient is a sum, which

@@ -73,9 +73,8 @@ class Parked:
     @contextlib.contextmanager
     def readable(self, but: Iterable[Tensor] = ()) -> Iterator[None]:
         """Make parked tensors other than ``but`` read their numbers on the host in the block; do not write to
-        them. ``but`` must hold the parameters of modules in training, which ``host`` reads: when ``data`` of
-        a parameter moves to another device, torch drops its gradient accumulator with every hook on it, and
-        Megatron's gradients stay 0 from then on."""
+        them. ``but`` must hold the parameters of modules in training (read them by ``host``): when ``data``
+        of a parameter moves, torch drops its gradient hooks, and Megatron's gradients stay 0 from then on."""
         # tensors by identity: equal numbers are not the same tensor
         left_out = set(map(id, but))
         own = [(tensor, tensor.data) for tensor in self._tensors if self.away and id(tensor) not in left_out]

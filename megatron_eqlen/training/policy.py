@@ -115,7 +115,7 @@ class Policy:
         self.mismatch: float | None = None
         """Mean |trainer - engine| log-prob over comparable tokens of the newest ``update``, or over those of
         drawn lines if it is larger (``agreement``); None: there are none."""
-        self.before = 0
+        self.version_before = 0
         """``version`` before the newest ``update``."""
         self.worst = (-1.0, "")
         """Largest |trainer - engine| log-prob of the newest ``update``, and its token's place."""
@@ -132,8 +132,7 @@ class Policy:
         self.memory.unpark()
 
     def update(self, minibatches: list[list[TokenTree]], drawn: Sequence[TokenTree] = ()) -> Metrics:
-        """Train on the step's trees: one optimizer step per minibatch, ``loss.epochs`` times over.
-        Collective.
+        """Train on the step's trees: an optimizer step per minibatch, ``loss.epochs`` times over. Collective.
 
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
         that the packer assigns to it. Minibatches without supervised tokens are left out. If a row's loss or
@@ -142,7 +141,7 @@ class Policy:
         Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
         """
         assert not self.memory.away, "parked"
-        self.worst, self.before = (-1.0, ""), self.version
+        self.worst, self.version_before = (-1.0, ""), self.version
         compared = self.compare(drawn)
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
@@ -239,7 +238,7 @@ class Policy:
     def _annotate(self, rows: RankRows, old: bool) -> None:
         """Compute the log-probs of other policies that the loss needs."""
         if old:
-            with self._comparing(rows):
+            with self._comparing_routes(rows):
                 rows.others["old"] = self._log_probs(rows)
         if self.reference is not None:
             with self.reference():
@@ -292,12 +291,12 @@ class Policy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self._comparing(rows):
+        with self._comparing_routes(rows):
             return self._run(rows, self._loss, train=True)
 
     @contextlib.contextmanager
-    def _comparing(self, rows: RankRows) -> Iterator[None]:
-        """Set ``rows.agreement`` from the first pass over rows in the block."""
+    def _comparing_routes(self, rows: RankRows) -> Iterator[None]:
+        """Measure ``rows.agreement``, of router and recorded experts, in the first pass over ``rows``."""
         if rows.agreement is not None or not rows.planned.forest.has_path_columns.any():
             yield
             return
@@ -327,6 +326,7 @@ class Policy:
             return torch.from_numpy(values[at]).to(logprobs.device)
 
         others = row.others | ({TEACHER.name: row.column(TEACHER.name)} if self.recipe.teacher.url else {})
+        trains_older = self.recipe.rollout.trains_older
         return policy_loss(
             logprobs,
             entropy,
@@ -335,7 +335,7 @@ class Policy:
             segment_ids=of(row.segment_ids),
             rollout_logprobs=None if self.recipe.supervised else of(row.column("logprobs")),
             others={policy: of(known) for policy, known in others.items()},
-            compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
+            compared=of(row.column("versions") == self.version_before) if trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,
         )

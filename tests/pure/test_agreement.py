@@ -17,6 +17,7 @@ from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.recipe import LossRecipe, RecipeError, RolloutRecipe
 from megatron_eqlen.recipe.budget import Spent
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines, mismatch_of
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
@@ -52,6 +53,14 @@ class Screen:
     def finish(self, page: object, learned: str) -> None: ...
 
 
+def differing(mismatch: float) -> Any:
+    return SimpleNamespace(mismatch=mismatch, worst=(2.5, "some token"))
+
+
+class Sampled(Rollouts):
+    from_engine = True
+
+
 @pytest.mark.parametrize("then", ["warn", "stop"])
 def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     monkeypatch.setattr("megatron_eqlen.run.run.distributed.is_rank0", lambda: False)
@@ -60,14 +69,17 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
     run.recipe, screen = small(mismatch={"then": then}), Screen()
     run.session = SimpleNamespace(progress=screen)
     run.spent, run.stopped_by, run.disagrees, run.until = Spent(3), None, False, None
-    run.report_mismatch(None, (0.1, "some token"))
+    run.report_mismatch(differing(0.1), Sampled())
+    run.report_mismatch(differing(0.7), Rollouts())
     assert not screen.lines
     for _ in range(2):
-        run.report_mismatch("they differ", (2.5, "some token"))
-    assert screen.lines == ["WARNING: they differ; most, by 2.5, in some token"]
+        run.report_mismatch(differing(0.7), Sampled())
+    (line,) = screen.lines
+    assert "differ by 0.7 " in line
+    assert line.endswith("; most, by 2.5, in some token")
     if then == "warn":
         return run.report(no_rollouts)
-    with pytest.raises(MismatchError, match="they differ: stopped after step 3"):
+    with pytest.raises(MismatchError, match=r"differ by 0.7 .*: stopped after step 3"):
         run.report(no_rollouts)
     run.spent = Spent(9)
     return run.report(no_rollouts)

@@ -149,7 +149,6 @@ def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
     """Yield the rollouts of a run, until it ends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
-        patch.setattr(generation, "require_end", lambda *_: None)  # no tokenizer
         generator = Generator(session(recipe), streams, source=Counting())
     source = Ahead(generator) if recipe.rollout.staleness else generator
     try:

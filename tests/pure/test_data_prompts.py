@@ -368,7 +368,7 @@ def test_layouts_of_other_trainers_are_recognised(tmp_path, case):
         assert (read.question, read.gold) == ("2 + 3?", "5")
         assert read.messages == (tuple(USER) if form == "CHAT" else None)
         assert read.instruction == ("" if form == "CHAT" else None), "a chat asks in its own way"
-        assert "".join(tally.told) == told
+        assert "".join(tally.notes) == told
 
 
 def of_verl(content: str, gold: str, **extra) -> dict[str, Any]:
@@ -556,7 +556,7 @@ def test_files_of_several_splits_are_refused_and_hidden_and_other_files_are_not_
     (tmp_path / "train/d.jsonl").symlink_to("nowhere")
     tally = Tally()
     assert len(open_source(source(tmp_path / "train"), tally)) == 2
-    assert tally.told == ["not read: c.csv, d.jsonl"]
+    assert tally.notes == ["not read: c.csv, d.jsonl"]
     with pytest.raises(ValueError, match=r"config and split choose among a folder's files, found .*a.json"):
         open_source(source(tmp_path / "train/a.jsonl", split="train"), Tally())
     (tmp_path / "zipped").mkdir()

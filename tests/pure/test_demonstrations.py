@@ -94,7 +94,7 @@ def test_the_response_is_the_chats_own_before_a_column_of_answers(folder, tmp_pa
 
 def test_what_is_told_of_a_response_in_a_chat_is_that_nothing_beside_it_is_read():
     row = {"problem": "Hi.", "answer": "another", "messages": [USER, REPLY]}
-    told = find_layout(Path("rows.jsonl"), [row], {}, DEMONSTRATION).told
+    told = find_layout(Path("rows.jsonl"), [row], {}, DEMONSTRATION).note
     assert told == "question from messages (a chat, as it stands); not read: answer"
 
 

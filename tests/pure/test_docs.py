@@ -195,14 +195,14 @@ def test_a_run_from_another_begins_at_a_checkpoint_that_the_quickstart_keeps():
     assert named <= {*sorted(saved)[-recipe.checkpoint.keep :]}
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/start.md"])
-def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(name, tmp_path, monkeypatch):
-    fences = FENCE.findall((ROOT / name).read_text())
+def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(tmp_path, monkeypatch):
+    fences = FENCE.findall((ROOT / "README.md").read_text())
     (code,), (block,) = (
         [each for each in fences if part in each] for part in ("def exact(", "rewards:exact")
     )
     rewards = ModuleType("rewards")
     exec("\n".join(code.splitlines()[1:-1]), vars(rewards))
+    assert rewards.__dict__["exact"]("Capital of Peru?", "<think>\nPeru ...\n</think>\n\nLima.", "Lima") == 1
     monkeypatch.setitem(sys.modules, "rewards", rewards)
     text = "\n".join(block.splitlines()[1:-1]).replace("extends: ", f"extends: {ROOT}/")
     (tmp_path / "mine.yaml").write_text(text)

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import MagicMock
@@ -41,6 +41,7 @@ from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.run import loop
+from megatron_eqlen.run.session import Session
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Tokens
@@ -850,6 +851,7 @@ def test_a_later_command_has_the_date_of_the_first_start_in_templates(tmp_path, 
     monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
     monkeypatch.setattr(distributed, "is_rank0", lambda: True)
     session = SimpleNamespace(tokenizer=tokenizer, progress=MagicMock())
+    session.keep_date = partial(Session.keep_date, session)
     monkeypatch.setattr(loop, "Session", lambda job: nullcontext(session))
     collected = MagicMock(rollouts=[])
     collected.name = "step-00000000"

@@ -32,7 +32,7 @@ from megatron_eqlen.job import answering, load
 from megatron_eqlen.recipe import BenchmarkRecipe, RolloutRecipe
 from megatron_eqlen.rewards.scoring import Scorer, UnscoredError
 from megatron_eqlen.run.evaluations import Evaluations, leaderboard
-from megatron_eqlen.run.generation import Rollouts
+from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.recipes import SAMPLED, small
 from tests.pure.test_ahead import world_of_one

@@ -12,9 +12,9 @@ from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.advantages import refusing
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Marker, in_step
+from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import Setting
-from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.sampling.tree import ForkedAtDeaths, Shape
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.length_bias import Process
 from tests.kit.marks import examples
@@ -257,7 +257,7 @@ def careful(rewards, lengths):
     ({"loss": {"advantage": "grpo"}}, "only the sign"),
     ({"loss": {"loss_agg_mode": "token-mean"}}, "biases the gradient"),
     ({"objective": "treerpo", "sampling": "independent"}, "expected sampling: tree"),
-    ({"sampling": "equal_length", "loss": ALIVE}, "of two tracks that are truncated"),
+    ({"sampling": "equal_length", "loss": ALIVE}, "of two truncated tracks"),
     ({"sampling": "independent", "objective": "grpo", "loss": ALIVE}, "use dr_grpo or rloo"),
     ({"sampling": "independent", "objective": "dler", "loss": ALIVE}, "use dr_grpo or rloo"),
     ({"loss": {"baseline": f"{__name__}:reward_of"}}, r"called with \(prompts, limit\)"),
@@ -296,15 +296,19 @@ def test_a_death_forks_the_heaviest_line_that_goes_on_once(lengths, group_size, 
 def test_the_turn_of_a_line_waits_for_the_lines_behind_it():
     """An end behind it may fork it, before the environment's answer."""
 
-    def track(length, calls=False):
-        made = Track(PROMPT, 0, 0, [], LENGTH, frozenset({EOS}), 0)
-        made.takes_turns = True
-        made.extend(Delta(made.name, [1] * (length - calls) + [EOS] * calls, {"logprobs": [0.0] * length}), 0)
-        return made
+    tree = ForkedAtDeaths(PROMPT, LENGTH, frozenset({EOS}), 0, Shape(3, 2, 1))
+    tree.takes_turns = True
+    calling, behind, later = tree.start()
 
-    calling, behind, later = track(5, calls=True), track(3), track(7, calls=True)
-    assert in_step([calling, behind, later], [5, 3, 7]) == []
+    def extend(track, length, calls=False):
+        token_ids = [1] * (length - calls) + [EOS] * calls
+        track.extend(Delta(track.name, token_ids, {"logprobs": [0.0] * length}), 0)
+
+    extend(calling, 5, calls=True)
+    extend(behind, 3)
+    extend(later, 7, calls=True)
+    assert tree.calls() == []
     assert behind.awaited == 5, "the nearest of the turns ahead"
-    same = track(5)
-    assert in_step([calling, same, later], [5, 5, 7]) == [calling]
-    assert same.awaited == 7
+    extend(behind, 2)
+    assert tree.calls() == [calling]
+    assert behind.awaited == 7

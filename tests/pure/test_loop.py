@@ -11,7 +11,7 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.recipe.budget import Spent
-from megatron_eqlen.run import generation, loop
+from megatron_eqlen.run import loop, prompts
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.step import Step
 from tests.kit.recipes import small
@@ -140,9 +140,9 @@ def test_a_reward_function_is_called_on_a_row_before_anything_is_built(tmp_path,
     progress = SimpleNamespace(say=said.append, warn=lambda text: said.append(f"WARNING: {text}"))
     session = SimpleNamespace(recipe=made, tokenizer=load_tokenizer(tmp_path), progress=progress)
     session.ends_with = ends.append
-    monkeypatch.setattr(generation.distributed, "is_rank0", lambda: True)
+    monkeypatch.setattr(prompts.distributed, "is_rank0", lambda: True)
     with pytest.raises(ValueError, match=error) if error else nullcontext():
-        generation.try_rewards(session, generation.start_prompts(session))
+        prompts.try_rewards(session, prompts.start_prompts(session))
     for end in ends:
         end()
     if not error:

@@ -177,7 +177,7 @@ def test_an_unscored_response_is_refused_by_name():
       "packing__max_tokens_per_row": 4096},
      "loss.overlong_buffer: 2 with loss.rewards: apart: the penalty has no name"),
     ({"sampling": "independent", "objective": "reinforce_pp", "rollout__carry_over": True,
-      "rollout__tokens_per_step": 9, "loss__rollout_is": "token"}, "depends on the own length"),
+      "rollout__tokens_per_step": 9, "loss__rollout_is": "token"}, "depends on its own length"),
     ({"sampling": "independent", "objective": "reinforce_pp", "loss__dynamic_sampling": True},
      "equal rewards have a gradient, too"),
 ])  # fmt: skip

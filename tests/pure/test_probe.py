@@ -27,7 +27,7 @@ from megatron_eqlen.report.audit import Change, audit
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import QUARTERS, Probed, _mean_reward, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
-from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
+from megatron_eqlen.run.probe import ProbeOptions, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import FORCED, PROBE, ProbeSampling
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Rollout, rollout_key, tokens_along
@@ -174,7 +174,7 @@ def test_a_probe_that_was_written_otherwise_is_named(found, tmp_path):
 ])  # fmt: skip
 def test_a_folder_that_holds_something_else_than_this_probe_is_left_as_it_is(name, text, says, tmp_path):
     (tmp_path / name).write_text(text)
-    target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), Asked(tmp_path / "run", 1))
+    target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), ProbeOptions(tmp_path / "run", 1))
     with pytest.raises(ValueError, match=says):
         target.prepare(tmp_path)
     assert [(file.name, file.read_text()) for file in tmp_path.glob("[!.]*")] == [(name, text)]
@@ -182,7 +182,7 @@ def test_a_folder_that_holds_something_else_than_this_probe_is_left_as_it_is(nam
 
 def test_one_probe_at_a_time_writes_to_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_eqlen.processes.hold.PATIENCE", 0.0)
-    target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), Asked(tmp_path / "run", 1))
+    target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), ProbeOptions(tmp_path / "run", 1))
     vars(target)["steps"] = 0
     (tmp_path / "out").mkdir()
     with closing(Hold(tmp_path / "out")), pytest.raises(HeldError, match="another run is writing here"):
@@ -205,7 +205,7 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
         decode=lambda ids: "".join("em>"[n] for n in ids), encode=lambda text, after="": [2]
     )
     job = SimpleNamespace(recipe=settings, tokenizer=letters)
-    target = Target(job, Asked(Path(), 1, "every:1", 2, 10**6, force=">"))
+    target = Target(job, ProbeOptions(Path(), 1, "every:1", 2, 10**6, force=">"))
     vars(target)["rollouts"] = [rollout]
     found = probed(target.kind, settings, draws(rng))
     result = look([found], target.kind, Job(settings), str)
@@ -403,7 +403,7 @@ def test_forced_text_goes_on_also_where_a_tokenizer_begins_texts_with_a_space(tm
     write_llama_tokenizer(tmp_path, ["so it is \\boxed{7}"] * 9)
     tokenizer = load_tokenizer(tmp_path)
     job = SimpleNamespace(tokenizer=tokenizer, recipe=recipe(limit=20))
-    target = Target(job, Asked(Path(), 1, "every:1", force="\\boxed{"))
+    target = Target(job, ProbeOptions(Path(), 1, "every:1", force="\\boxed{"))
     assert tokenizer.decode([*tokenizer.encode("it is: "), *target.forced]) == "it is: \\boxed{"
 
 
@@ -426,7 +426,9 @@ def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_envi
         decode=lambda ids: "".join(map(chr, ids)), encode=lambda text, after="": [*map(ord, text)]
     )
     settings = recipe(limit=20 if force and "think" in force else 14)
-    target = Target(SimpleNamespace(tokenizer=tokenizer, recipe=settings), Asked(Path(), 1, at, force=force))
+    target = Target(
+        SimpleNamespace(tokenizer=tokenizer, recipe=settings), ProbeOptions(Path(), 1, at, force=force)
+    )
     (line, _) = rollout.lines()
     closed = 8 if force == "am" else None
     numbers = [-1, *(0 if length <= 3 else 1 for length in lengths)]

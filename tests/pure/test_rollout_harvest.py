@@ -26,7 +26,7 @@ from megatron_eqlen.recipe.load import parse
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.rewards.scoring import policy_metrics
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, every_rollout
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Delta, Grade, Metrics, Part, Prompt, Rollout, rollout_key
@@ -349,7 +349,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
         **({"objective": "treerpo"} if sampling == "tree" else {}),
     )
 
-    def rollouts(keeps_columns=all_rollouts) -> list[Rollout]:
+    def rollouts(keeps_columns=every_rollout) -> list[Rollout]:
         engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], case["loss"])
         return harvested(engine, recipe, 3, case["seed"], keeps_columns=keeps_columns)[0]
 

@@ -51,7 +51,7 @@ def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path, 
     monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
     recipe = load(ROOT / "recipes/tiny_cpu.yaml", [f"run_dir={tmp_path}"])
     session: Any = SimpleNamespace(recipe=recipe, timeline=Timeline(), progress=Progress(recipe.budget, ""))
-    session.events, session.tokenizer = EventWriter(), SimpleNamespace()
+    session.events, session.keep_date = EventWriter(), lambda run: None
     session.watchdog, session.watch, session.enter = Watchdog(0, 1, None), str, id
     run = Run(session)
     policy = cast(Policy, SimpleNamespace(version=5, chunks=[]))

@@ -23,7 +23,7 @@ from megatron_eqlen.rewards.scoring import (
     scored,
     unscored_causes,
 )
-from megatron_eqlen.run.generation import select
+from megatron_eqlen.run.rollouts import select
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.comparison import ComparisonUnit
 from megatron_eqlen.tokens import Tokens

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.environments import workspace
-from megatron_eqlen.environments.conversation import Turn, answer
+from megatron_eqlen.environments.conversation import Turn
 from megatron_eqlen.environments.environment import Observation
 from megatron_eqlen.environments.workspace import PackedFolder, Workspace, packed_template, require_templates
 from megatron_eqlen.files import scratch
@@ -457,18 +457,18 @@ def test_a_resumed_run_takes_up_the_folder_that_was_saved(template, tmp_path):
         write=lambda observation: written.append(observation.content) or [7],
     )  # fmt: skip
     first = turn("od -N 8 /dev/urandom | tee drawn")
-    begun = answer(speak, None, QUESTION, 3, [first])
+    begun = speak.answer(None, QUESTION, 3, [first])
     second = turn("cat drawn")
     done = [first._replace(given=np.array(begun.given)), second]
-    whole = answer(speak, begun.environment, QUESTION, 3, done)
+    whole = speak.answer(begun.environment, QUESTION, 3, done)
     later = replace(speak, kept=tmp_path / "streams" / "step-00000002")  # of a rollout that was suspended
-    resumed = [answer(one, None, QUESTION, 3, done) for one in (speak, later)]
+    resumed = [one.answer(None, QUESTION, 3, done) for one in (speak, later)]
     drawn, *again = written
     assert again == [drawn] * 3
     assert [one.changed for one in resumed] == [0, 0]
     folders = [one.environment.folder.read() for one in (whole, *resumed)]
     assert folders == [folders[0]] * 3
-    told = answer(speak, None, QUESTION, 4, done).environment  # of another seed: it is told the messages
+    told = speak.answer(None, QUESTION, 4, done).environment  # of another seed: it is told the messages
     assert told.calls == 2
     assert written[-1] != drawn
 
@@ -641,7 +641,7 @@ def test_lines_that_said_the_same_save_at_the_same_time(tmp_path):
     def turns(line):
         ready.wait()
         said = [Turn(np.array([CALL, END]), np.array([], int))]
-        return [answer(speak, None, QUESTION, 3, said).given for _ in range(50)]
+        return [speak.answer(None, QUESTION, 3, said).given for _ in range(50)]
 
     with ThreadPoolExecutor(8) as threads:
         assert [*threads.map(turns, range(8))] == [[[COINS[0]]] * 50] * 8

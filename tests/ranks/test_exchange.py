@@ -22,7 +22,7 @@ from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Layout, Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.run.replicas import shared
+from megatron_eqlen.run.replicas import rollouts_of_all_ranks
 from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.training import exchange
 from megatron_eqlen.training.exchange import Placement, exchange_paths, exchange_tokens
@@ -179,7 +179,9 @@ def try_cases(cases: list[Case]) -> list[int]:
         placements = placements_of(world, case)
         placement = placements[rank]
         ranks = 1 + max(placement.data_parallel for placement in placements)
-        known = shared(part, list({rollout.prompt_id: rollout.prompt for rollout in everything}.values()))
+        known = rollouts_of_all_ranks(
+            part, list({rollout.prompt_id: rollout.prompt for rollout in everything}.values())
+        )
         expected, metrics = planned_of(everything, case, ranks)
         plans, found = planned_of(known, case, ranks)
         assert metrics == found
@@ -275,7 +277,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     everything = rollouts_of(5, "equal_length", masks=True)
     part = everything if one_home else everything[rank::world]
     part = [copy.deepcopy(rollout) for rollout in part if rank == 0 or not one_home]
-    known = shared(part, [rollout.prompt for rollout in everything])
+    known = rollouts_of_all_ranks(part, [rollout.prompt for rollout in everything])
     results = []
     for rollouts in (everything, known):
         policy = Policy(Job(mine))
@@ -308,7 +310,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
     for sampled in part[-1].parts if rank == world - 1 else ():
         sampled.tokens["logprobs"][0] = np.nan
     messages = heard()
-    known = shared(part, [rollout.prompt for rollout in everything])
+    known = rollouts_of_all_ranks(part, [rollout.prompt for rollout in everything])
     metrics = Policy(Job(mine)).update(build_minibatches(known, Job(mine))[0])
     return metrics["train/skipped_updates"], messages
 

@@ -16,8 +16,8 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer, scored
-from megatron_eqlen.run.replicas import Replicas, shared
-from megatron_eqlen.sampling.harvester import all_rollouts
+from megatron_eqlen.run.replicas import Replicas, rollouts_of_all_ranks
+from megatron_eqlen.sampling.harvester import every_rollout
 from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
@@ -58,7 +58,7 @@ def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[l
     part = replicas.part(harvested)
     scorer.score(part)
     scorer.close()
-    everyone = shared(part, PROMPTS)
+    everyone = rollouts_of_all_ranks(part, PROMPTS)
     return (
         [(group.prompt_id, group.index) for group in harvested],
         [text.partition(":")[0] for text in letters.decoded],
@@ -98,11 +98,11 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
     part = replicas.part(harvested(replicas.keeps))
     for segment in (segment for rollout in part for segment in rollout.parts):
         segment.grade = Grade(1.0, "scored") if segment.finish_reason == "stop" else None
-    everyone = shared(part, prompts)
+    everyone = rollouts_of_all_ranks(part, prompts)
     mine = [all(s.home == dist.get_rank() for s in graded.parts) for graded in everyone]
     same = [
         plain(found) == plain(wanted) if whole else len(found) == len(wanted)
-        for graded, full, whole in zip(everyone, harvested(all_rollouts), mine, strict=True)
+        for graded, full, whole in zip(everyone, harvested(every_rollout), mine, strict=True)
         for found, wanted in zip(graded.parts, full.parts, strict=True)
     ]
     return mine, same

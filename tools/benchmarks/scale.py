@@ -39,8 +39,8 @@ from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.run.generation import select
-from megatron_eqlen.run.replicas import Replicas, shared
+from megatron_eqlen.run.replicas import Replicas, rollouts_of_all_ranks
+from megatron_eqlen.run.rollouts import select
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import Tokens, join
 from megatron_eqlen.training.exchange import Placement, exchange_tokens
@@ -128,7 +128,7 @@ class World:
         ranks.answers = [
             pickle.dumps(skeletons_of(rank, bare, prompts, replicas)) for rank in range(self.gpus)
         ]
-        everyone = self.timed("share", lambda: shared(part, prompts), without=ranks)
+        everyone = self.timed("share", lambda: rollouts_of_all_ranks(part, prompts), without=ranks)
         self.sizes["MB of prompts"] = len(pickle.dumps(prompts)) / 1e6
         self.sizes["MB of skeletons"] = self.gpus * max(map(len, ranks.answers)) / 1e6
         ranks.answers = []

@@ -86,14 +86,14 @@ class Gate:
             asked = shallow_json(body) if body else {}
         except ValueError as error:
             return 400, f"expected JSON: {error}"
-        # tokens are for all that have the secret, whoever owns the server
+        # any client with the secret may ask for tokens, whichever trainer owns the server
         if path in GENERATES:
             return (409, REPLACING) if self.updating else (0, "")
         if path not in OWNED:
             return 0, ""
         if not trainer:
             return 400, f"expected the header {TRAINER}, the name of a trainer"
-        # whoever asks first owns the server, or the next one after an owner's silence
+        # the first trainer to ask owns the server; after a silent owner, the next one
         now = time.monotonic()
         if self.owner not in ("", trainer) and now < self.seen + LEASE:
             return 409, f"used by {self.owner}"

@@ -65,8 +65,7 @@ class _Reload(WeightTransferEngine):
         self.updating = False
 
     def reset_weight_update_target(self) -> None:
-        """End an update, complete or not: vLLM calls this after each. A layer that waits for the rest of its
-        weights would end the engine at the next token."""
+        """End an update, complete or not: a layer without all its weights would end the engine."""
         super().reset_weight_update_target()
         if self.updating:
             self.finish_weight_update()

@@ -81,8 +81,7 @@ _WRAPPERS = _compile(  # from the inside out, until nothing changes
     (rf"\\text\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
     (r"\\text\s*\{\s*([eid])\s*\}", r" \1 "),
     (r"\\text\s*\{\s*([A-H]{2,})\s*\}", r"\1"),  # several choices
-    # ``5\text{km}/\text{h}``, ``5\frac{\text{m}}{\text{s}}`` and ``5\text{m}\cdot\text{s}^{-1}`` become
-    # ``5\text{km/h}`` and so on.
+    # ``5\text{km}/\text{h}``, ``5\frac{\text{m}}{\text{s}}``, ``5\text{m}\cdot\text{s}^{-1}``: one unit
     (r"(?<=[\d}])(\s*)\\text\s*\{([^{}]*)\}\s*/\s*\\text\s*\{([^{}]*)\}", r"\1\\text{\2/\3}"),
     (r"(?<=\d)(\s*)\\[dt]?frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}",
      r"\1\\text{\2/\3}"),

@@ -169,7 +169,7 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
 
 
 def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) -> NoReturn:
-    """Run the command in a container of somebody else's, with the folder on the machine's disk."""
+    """Run the command in an existing container, with the folder on the machine's disk."""
     # Processes that the container's command leaves become children of this one, to be killed.
     kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
     place = scratch("folder")

@@ -44,8 +44,7 @@ def tail_of(stream: Rollout) -> Part | None:
 
 
 class DualTrack(ForkedAtDeaths):
-    """Harvests one stream: a tree of two lines that forks at deaths. Sides of pairs are parts in turn, and
-    its tracks are numbered as they are launched."""
+    """Harvests one stream: two lines that fork at deaths. Parts and tracks are numbered as they are made."""
 
     kind = "equal_length"
 
