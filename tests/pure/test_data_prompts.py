@@ -140,6 +140,7 @@ def test_a_padding_token_that_is_a_letter_is_text_and_an_id_out_of_range_is_refu
     ("tokenizer.json", '{"added_tokens": [], "model": {"type": "?"}}', "tokenizer.json: data did not match"),
     ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
     ("config.json", "3", "config.json: expected a JSON object, found a int"),
+    ("generation_config.json", '{"eos_token_id": true}', "eos_token_id: expected token ids, found True"),
 ])  # fmt: skip
 def test_a_damaged_tokenizer_is_named(folder, tmp_path, file, text, fault):
     shutil.copytree(folder, tmp_path / "model")
