@@ -13,6 +13,7 @@ What remains is in OUT: tasks.jsonl, and NAME/files.tar and NAME/tests.tar.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import shutil
 import sys
@@ -60,7 +61,7 @@ printf 'cd "%s"\\n' "$PWD" >> /root/.profile; rm -r /{CONTEXT} /root/.before /ro
 """
 VERIFY = """\
 cd /; chmod -R u+rwX /tests /logs; rm -rf /tests /logs
-mkdir -p /logs/verifier && mv /.tests /tests && cd "$OLDPWD" || exit
+mkdir -p /logs/verifier && mv /{place} /tests && cd "$OLDPWD" || exit
 {variables}chmod +x /tests/test.sh; timeout {seconds:g} /tests/test.sh
 [ $? != 124 ] || echo 0 > /logs/verifier/reward.txt
 [ -e /logs/verifier/reward.txt ] || sed -n 's/.*"reward": *\\([0-9.]*\\).*/\\1/p' \
@@ -175,18 +176,22 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
     file, environment = task / "environment/Dockerfile", tables["environment"]
     script = BEGIN + "".join(steps(file, given)) + f'cd "{environment.get("workdir") or "."}"\n'
     script += exports(task, environment) + END
-    template = archive(to / "files.tar", {CONTEXT: task / "environment"})
+    # of another name than the template: a workspace reads a name once
+    context = archive(to / "context.tar", {CONTEXT: task / "environment"})
     limit = float(environment.get("build_timeout_sec", 600))
-    made = workspace(options | {"template": str(template), "timeout": limit})
+    made = workspace(options | {"template": str(context), "timeout": limit})
     end = made.execute(["bash", "-c", script])
     if end.code or end.unkept:
         said = end.unkept or " ".join(end.output.split()) or end.status
         step = re.search(r"\n(\w+ \S+)[^\n]*: status \d+\n$", end.output)
         raise Refused(file, f"{step[1] if step else 'a step'} fails in the sandbox", said[-300:])
-    template.write_bytes(made.folder.read())
+    context.unlink()
+    (template := to / "files.tar").write_bytes(made.folder.read())
     seconds = float(tables["verifier"].get("timeout_sec", 600))
-    verify = VERIFY.format(variables=exports(task, tables["verifier"]), seconds=seconds)
-    hidden = archive(to / "tests.tar", {".tests": task / "tests", ".verify": verify})
+    # a place that no policy can guess: what it left there would stay beside the tests
+    place = f".{hashlib.sha256(pack_folder(task / 'tests')).hexdigest()}"
+    verify = VERIFY.format(place=place, variables=exports(task, tables["verifier"]), seconds=seconds)
+    hidden = archive(to / "tests.tar", {place: task / "tests", ".verify": verify})
     options |= {"template": str(template), "hidden": str(hidden), "timeout": seconds + 60}
     try:
         before = after = graded(workspace(options))

@@ -29,7 +29,7 @@ CMD ["bash"]
 TEST = """\
 #!/bin/bash
 printf '%s|' "$PWD" "$WHERE" "$NAME" "$OLD" "$COLOUR" "$(cat /srv/x/made /note /data/n.txt in/n.txt)"
-[ "$(cat out)" = 3 ] && [ ! -e /tests/conftest.py ]
+[ "$(cat out)" = 3 ] && [ -e /srv/x/made ] && [ ! -e /tests/conftest.py ]
 echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 TASK = {
@@ -119,5 +119,6 @@ def test_tasks_become_rows_or_are_refused_by_reason(tmp_path, monkeypatch, capsy
     grade = task.grade()
     assert grade.reward == 0.0
     assert grade.detail.startswith("/app|/srv/x|a b|two words|it's red|made\n$WHERE\n1 2\n1 2|cat: out:")
-    assert call(task, "run", command="echo 3 > out; pwd") == "/app"
+    left = "mkdir /.tests; touch /.tests/conftest.py"
+    assert call(task, "run", command=f"{left}; echo 3 > out; pwd") == "/app"
     assert task.grade().reward == 1.0
