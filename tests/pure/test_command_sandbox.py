@@ -182,6 +182,11 @@ LIMITED = {
     "memory of one process": ("python3 -c 'x = bytearray(1 << 30)'", "ended", "MemoryError"),
     "memory of many": ("for i in 1 2 3 4; do python3 -c 'import time; x = b\"x\" * (120 << 20); "
                        "time.sleep(6)' & done; wait", "memory_limit", ""),
+    "memory beside its own": ("python3 -c 'import mmap, time; m = mmap.mmap(-1, 300 << 20); time.sleep(6)'",
+                              "memory_limit", ""),
+    "memory that forks share": ("python3 -c 'import os, time\nx = b\"x\" * (120 << 20)\nfor n in 1, 2, 3:\n"
+                                " os.fork() or (time.sleep(1), os._exit(0))\nos.wait()\nprint(len(x))'",
+                                "ended", "125829120"),
     "time": ("sleep 60", "time_limit", ""),
     "endless output": ("yes", "time_limit", "bytes left out"),
 }  # fmt: skip
@@ -298,7 +303,7 @@ AS_ANOTHER_USER = """
 import os, sys
 from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, Sandbox, folder_files
 from megatron_eqlen.graders.sandbox.program import Isolation
-from tests.pure.test_command_sandbox import SMALL, run
+from tests.pure.test_command_sandbox import LIMITED, SMALL, run
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
 os.setresuid(54321, 54321, 54321)
@@ -309,6 +314,7 @@ print(said.output, said.left_running, again.status, again.output[:5], sep="", en
 asked = Command(["sh", "-c", "mkdir d; echo x > d/f; chmod 0 d/f d ."], container=["env"])
 boxed = made.command(asked, EMPTY_FOLDER, SMALL)
 print(boxed.unkept, folder_files(boxed.folder), run(made, "stat -c %a d", boxed.folder).output, end="")
+print(run(made, LIMITED["memory beside its own"][0]).status, end="")
 sys.stdout.flush()
 os._exit(0)
 """
@@ -320,5 +326,5 @@ def test_a_user_who_is_not_root_gets_the_same():
     command = [sys.executable, "-c", AS_ANOTHER_USER]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     expected = "1000\nbash: line 1: /x: Read-only file system\n2\n1time_limitkept\n"
-    expected += "None {'d/f': b'x\\n'} 0\n"
+    expected += "None {'d/f': b'x\\n'} 0\nmemory_limit"
     assert printed.stdout == expected, printed.stderr

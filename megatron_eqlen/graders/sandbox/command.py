@@ -323,7 +323,7 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
                 code = os.waitstatus_to_exitcode(ended[1]) if ended[0] == command else code
         if code is None and time.monotonic() - began > limits.seconds:
             status = "time_limit"
-        elif code is None and alone and _memory_mb() > limits.memory_mb:
+        elif code is None and alone and _memory_mb(limits.memory_mb) > limits.memory_mb:
             status = "memory_limit"
     left = _running() - {1} if alone else children()
     left.discard(command if code is None else 0)
@@ -363,14 +363,37 @@ def kill_children() -> None:
                 return
 
 
-def _memory_mb() -> float:
-    """Return the memory that belongs to single processes: resident without files and shared pages."""
-    pages = 0
+def _memory_mb(most: int) -> float:
+    """Return the memory of all processes without files, where they share it once. Above ``most`` it is looked
+    at page by page, which takes longer; else it may be less than returned."""
+    pages = [_pages(number) for number in _running() - {1}]
+    # What is mapped beside private memory may be shared without a file.
+    if (bound := sum(map(sum, pages)) * resource.getpagesize() / (1 << 20)) <= most:
+        return bound
+    kib, shared = 0.0, dict[str, int]()
     for number in _running() - {1}:
-        with contextlib.suppress(OSError), open(f"/proc/{number}/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = file.read().split()
-            pages += int(resident) - int(shared)
-    return pages * resource.getpagesize() / (1 << 20)
+        try:
+            # A page of several processes, as after a fork, counts for each in part: ``Pss_Anon:  12 kB``.
+            with open(f"/proc/{number}/smaps_rollup", encoding="ascii") as file:
+                kib += sum(int(line.split()[1]) for line in file if line.startswith("Pss_Anon:"))
+            # ``7f00-7f80 rw-s 00000000 00:01 2071  /dev/zero (deleted)``: held, be it resident or not
+            with open(f"/proc/{number}/maps", "rb") as file:
+                for line in file:
+                    if line.endswith(b"/dev/zero (deleted)\n"):
+                        places, _, offset, _, inode, *_ = line.decode().split()
+                        begin, end = (int(place, 16) for place in places.split("-"))
+                        shared[inode] = max(shared.get(inode, 0), int(offset, 16) + end - begin)
+        except OSError:  # it has ended, or root has no right to look at it
+            kib += _pages(number)[0] * resource.getpagesize() / 1024
+    return kib / 1024 + sum(shared.values()) / (1 << 20)
+
+
+def _pages(number: int) -> tuple[int, int]:
+    """Return how many pages of a process are its own, and are mapped beside private memory."""
+    with contextlib.suppress(OSError), open(f"/proc/{number}/statm", encoding="ascii") as file:
+        size, resident, shared, _, _, private, _ = map(int, file.read().split())
+        return resident - shared, size - private
+    return 0, 0
 
 
 def _read(source: int, kept: bytearray, most: int) -> int:
