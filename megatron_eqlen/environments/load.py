@@ -144,8 +144,8 @@ def given_tokens(
         except TemplateError as error:
             failed = failed or error
             continue
-        # What the template writes behind the turn's last words.
-        before, _, after = text.rpartition(SAID)
+        # What the template writes behind the turn's last words, which may be said again.
+        before, _, after = text.partition(SAID)
         if found and THOUGHT not in before:
             break  # the template writes no calls
         if THOUGHT not in before:

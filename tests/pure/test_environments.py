@@ -35,7 +35,7 @@ from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.hf.turns import require_end
+from megatron_eqlen.hf.turns import SAID, require_end
 from megatron_eqlen.job import Job
 from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -481,6 +481,9 @@ def test_given_tokens_continue_the_turn_as_the_template_does(tmp_path):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     whole = tokenizer.encode(tokenizer.render_chat([*chat, {"role": "tool", "content": "7 apples"}]))
     assert whole[-len(given) :] == given
+    # whatever a tool says: words of ours, too
+    odd = tokenizer.decode(given_tokens(tokenizer, Observation(f"7\ufdd0 {SAID}")))
+    assert odd == f"\n<|im_start|>tool\n7 {SAID}\n<|im_start|>assistant\n"
 
 
 TAGS = ["<tool_response>", "</tool_response>"]
