@@ -257,7 +257,8 @@ def pack_folder_of(folder: bytes, tmp_path) -> bytes:
     place = tmp_path / "unpacked"
     place.mkdir()
     inside.unpack(io.BytesIO(folder), str(place), os.geteuid())
-    return pack_folder(place)
+    inside.pack(str(place), packed := io.BytesIO(), 1 << 30, opens=True)
+    return packed.getvalue()
 
 
 LONG = "FolderError: its files are longer than 16 MiB"
@@ -281,6 +282,13 @@ def test_a_folder_that_cannot_be_kept_is_the_one_before(sandbox, name):
 def test_equal_commands_leave_equal_folders(sandbox):
     script = "mkdir z a; for n in 3 1 2; do echo $n > a/$n; done; ln -s a/1 z/l; touch -h -d @1000 * */*"
     assert run(sandbox, script).folder == run(sandbox, script).folder
+
+
+def test_what_was_written_later_is_newer_to_the_next_command(sandbox):
+    end = run(sandbox, "touch -d @1000.25 made; touch -d @1000.5 source; : > now; sleep 0.01; mkdir d")
+    again = run(sandbox, "[ source -nt made ] && ls; [ now -nt d ] || echo older", end.folder)
+    assert again.output == "d\nmade\nnow\nsource\nolder\n"
+    assert again.folder == end.folder
 
 
 def test_a_machine_that_refuses_is_named(monkeypatch):

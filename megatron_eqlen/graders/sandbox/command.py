@@ -418,7 +418,7 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
 def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), opens: bool = False) -> int:
     """Write the files below ``folder`` to an archive of at most ``most`` bytes, by name, but for those in it
     named ``beside``. Follow no link. Return the number of sockets and devices, which are left out. ``opens``:
-    give this user rights to what has none. Raises OSError, FolderError."""
+    as a command left it: give this user rights to what has none, keep microseconds. OSError, FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
@@ -438,8 +438,9 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
                 # Owners and set-user bits are the machine's, and would make equal folders differ.
                 info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
                 info.mode = info.mode & 0o777
-                # a link's own time is not unpacked
-                info.mtime = 0 if info.issym() else min(max(int(info.mtime), 0), LATEST)
+                # a link's own time is not unpacked; microseconds tell ``make`` what a command wrote later
+                changed = 0 if info.issym() else min(max(round(info.mtime, 6), 0), LATEST)
+                info.mtime = changed if opens and changed % 1 else int(changed)
                 size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
                 if size > most:
                     raise FolderError(f"its files are longer than {most >> 20} MiB")
