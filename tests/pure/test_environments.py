@@ -694,6 +694,21 @@ def test_the_python_tool_shows_what_the_last_cell_prints_whatever_earlier_ones_d
     assert tool.step('{"name": "python", "arguments": {"code": "x"}}').content == "5", "as Llama 3 writes it"
 
 
+def test_the_python_tool_shows_errors_and_finds_names_where_modules_look_for_them(request):
+    request.addfinalizer(PythonTool.end)
+    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+    cells = (
+        ("import sys, traceback\ndef f():\n    '''>>> f()\n    2'''\n    return 1", "(no output)"),
+        ("import doctest\ndoctest.testmod(report=False).failed", "1"),
+        ("import timeit\ntimeit.timeit('f()', 'from __main__ import f', number=1) > 0", "True"),
+        ("class A: pass\nimport pickle\ntype(pickle.loads(pickle.dumps(A()))) is A", "True"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()", "division by zero"),
+        ("print('said', file=sys.stderr)", "said"),
+    )
+    for code, shown in cells:
+        assert run_cell(tool, code).endswith(shown), code
+
+
 UNSTEADY = (
     # without the last bits: where in its heap an object lies may differ, where the heap lies may not
     "class A: pass\nprint([id(it) >> 20 for it in (object(), [], A, A(), A.__init__, lambda: A, print)])",
