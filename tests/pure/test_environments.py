@@ -802,6 +802,31 @@ def test_a_tool_that_must_be_awaited_is_refused():
                 return "found"
 
 
+def test_a_tool_may_be_static_and_its_arguments_have_names():
+    class Still(ToolEnvironment):
+        @staticmethod
+        @tool
+        def add(a: int, b: int = 2) -> int:
+            return a + b
+
+        @tool
+        @classmethod
+        def name(cls, mark: str) -> str:
+            return cls.__name__ + mark
+
+    assert [called(Still(QUESTION, 0), call) for call in (("add", {"a": 1}), ("name", {"mark": "!"}))] == [
+        "3",
+        "Still!",
+    ]
+    properties = [each["function"]["parameters"]["properties"].keys() for each in Still.tools]
+    assert properties == [{"a", "b"}, {"mark"}]
+    for method in (lambda self, *texts: "", lambda self, **texts: "", lambda self, text, /: ""):
+        with pytest.raises(
+            TypeError, match=r"<lambda>: expected a tool whose arguments have names, found .*text"
+        ):
+            type("Nameless", (ToolEnvironment,), {"find": tool(method)})
+
+
 @pytest.mark.parametrize(("guess", "shown"), [
     ("crane", "GGGGG"), ("eerie", "--Y-G"), ("nacre", "YYYYG"), ("added", "Y--Y-"), ("pills", "-----"),
 ])  # fmt: skip
