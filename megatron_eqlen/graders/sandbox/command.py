@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -56,6 +57,8 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 codecs.lookup("ascii")  # which tarfile needs when the machine's files are out of reach
+SHARED = re.compile(r"(\w+)-(\w+) \S+ (\w+) \S+ (\d+) +/dev/zero \(deleted\)")
+"""Memory that processes share without a file, in ``/proc/*/maps``: begin, end, offset and inode."""
 WATCH_SECONDS = 0.02
 PACK_SECONDS = 60.0
 """Seconds beyond a command's own in which its folder must be unpacked and packed."""
@@ -101,6 +104,8 @@ def run(limits: CommandLimits, told: int, zygote: int) -> NoReturn:
     with open(REQUEST, "rb", closefd=False) as file:
         request = json.load(file)
     os.setsid()
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
     if request["container"]:
         kernel.die_with(zygote)
         _run_container(request, limits, told)
@@ -140,8 +145,6 @@ def _map_ids(inside: int, user: int, group: int) -> None:
 
 def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner: int, told: int) -> NoReturn:
     with refusing(told):
-        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
         kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
         _build_root(request["readable"], limits)
         folder, beside = FOLDER, frozenset[str]()
@@ -297,8 +300,6 @@ def _execute(command: list[str], environment: Mapping[str, str], printing: int) 
     os.dup2(printing, 1)
     os.dup2(printing, 2)
     os.closerange(3, 1 << 12)
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, environment)
     except (OSError, ValueError) as error:
@@ -364,36 +365,28 @@ def kill_children() -> None:
 
 
 def _memory_mb(most: int) -> float:
-    """Return the memory of all processes without files, where they share it once. Above ``most`` it is looked
-    at page by page, which takes longer; else it may be less than returned."""
-    pages = [_pages(number) for number in _running() - {1}]
-    # What is mapped beside private memory may be shared without a file.
-    if (bound := sum(map(sum, pages)) * resource.getpagesize() / (1 << 20)) <= most:
-        return bound
-    kib, shared = 0.0, dict[str, int]()
+    """Return the memory of all processes, without files'. Only above ``most`` what they share counts once."""
+    page, pages = resource.getpagesize(), dict[int, tuple[int, int]]()
     for number in _running() - {1}:
+        with contextlib.suppress(OSError), open(f"/proc/{number}/statm", encoding="ascii") as file:
+            size, resident, shared, _, _, private, _ = map(int, file.read().split())
+            # its own, and what is mapped beside private memory: that may be shared without a file
+            pages[number] = resident - shared, size - private
+    if (bound := sum(map(sum, pages.values())) * page / (1 << 20)) <= most:
+        return bound  # cheap: no page is looked at
+    own, places = 0, dict[tuple[str, str], int]()
+    for number, (resident, _) in pages.items():
         try:
-            # A page of several processes, as after a fork, counts for each in part: ``Pss_Anon:  12 kB``.
-            with open(f"/proc/{number}/smaps_rollup", encoding="ascii") as file:
-                kib += sum(int(line.split()[1]) for line in file if line.startswith("Pss_Anon:"))
-            # ``7f00-7f80 rw-s 00000000 00:01 2071  /dev/zero (deleted)``: held, be it resident or not
-            with open(f"/proc/{number}/maps", "rb") as file:
-                for line in file:
-                    if line.endswith(b"/dev/zero (deleted)\n"):
-                        places, _, offset, _, inode, *_ = line.decode().split()
-                        begin, end = (int(place, 16) for place in places.split("-"))
-                        shared[inode] = max(shared.get(inode, 0), int(offset, 16) + end - begin)
-        except OSError:  # it has ended, or root has no right to look at it
-            kib += _pages(number)[0] * resource.getpagesize() / 1024
-    return kib / 1024 + sum(shared.values()) / (1 << 20)
-
-
-def _pages(number: int) -> tuple[int, int]:
-    """Return how many pages of a process are its own, and are mapped beside private memory."""
-    with contextlib.suppress(OSError), open(f"/proc/{number}/statm", encoding="ascii") as file:
-        size, resident, shared, _, _, private, _ = map(int, file.read().split())
-        return resident - shared, size - private
-    return 0, 0
+            # a page of several processes, as after a fork, counts for each in part
+            with open(f"/proc/{number}/smaps_rollup") as rollup, open(f"/proc/{number}/maps", "rb") as maps:
+                own += sum(map(int, re.findall(r"Pss_Anon: +(\d+)", rollup.read()))) << 10
+                for begin, end, *place in SHARED.findall(maps.read().decode(errors="replace")):
+                    places[*place] = int(end, 16) - int(begin, 16)
+        except PermissionError:  # root without the right to look at it
+            own += resident * page
+        except OSError:  # it has ended
+            continue
+    return (own + sum(places.values())) / (1 << 20)
 
 
 def _read(source: int, kept: bytearray, most: int) -> int:
