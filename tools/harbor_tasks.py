@@ -200,7 +200,7 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
     except ValueError as error:
         raise Refused(task / TESTS, "the tests write no reward", error) from None
     if missing := re.search(
-        r"command not found|No module named \S+|not found|Temporary failure", after.detail
+        r"command not found|No module named \S+|(?<=: )not found|Temporary failure", after.detail
     ):
         raise Refused(task / TESTS, f"the tests miss something ({missing[0]})", after.detail)
     if solved and after.reward <= before.reward:

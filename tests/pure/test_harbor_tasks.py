@@ -43,7 +43,8 @@ TASK = {
 CHANGED = {
     "runs": {},
     "unsolved": {"solution/solve.sh": None},
-    "parts": {"tests/test.sh": "#!/bin/sh\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
+    "parts": {"tests/test.sh": "#!/bin/sh\necho out not found\n"
+                               "\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
               "solution/solve.sh": None},
     "slow": {"tests/test.sh": "#!/bin/sh\nsleep 9", "task.toml": "[verifier]\ntimeout_sec = 1",
              "solution/solve.sh": None},
