@@ -75,6 +75,12 @@ def test_arguments_stdin_environment_and_readable_places_arrive(sandbox, tmp_pat
     for readable, root in (("/nowhere", False), ("/work/x", False), ("/root/x", True), ("/tmp", True)):
         with pytest.raises(ValueError, match=f"this machine to read, outside /.*, found '{readable}'"):
             sandbox.command(Command(["true"], readable=[readable], root=root), EMPTY_FOLDER, SMALL)
+    # behind links, which lead nowhere there
+    (tmp_path / "home").symlink_to(tmp_path)
+    (tmp_path / "venv").symlink_to("shown")
+    places = [f"{tmp_path}/home/home/", f"{tmp_path}/home/venv"]
+    asked = Command(["cat", f"{places[0]}/shown", places[1]], readable=places)
+    assert sandbox.command(asked, EMPTY_FOLDER, SMALL).output == "seenseen"
     missing = sandbox.command(Command(["no-such-program"]), EMPTY_FOLDER, SMALL)
     assert (missing.code, missing.output) == (127, "no-such-program: No such file or directory\n")
 

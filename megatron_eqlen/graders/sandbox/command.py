@@ -214,6 +214,8 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     """Mount a root of its own, with read-only folders of the machine."""
     # What is mounted from here on stays in this namespace.
     mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    # Where their links lead, while the machine's root is there.
+    real = [(os.path.normpath(path), os.path.realpath(path)) for path in readable]
     size = f"size={limits.folder_mb}m,nr_inodes={limits.files + OTHER_ENTRIES},mode=755"
     # The new root is a file system in memory, whose size the kernel limits.
     mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, size)
@@ -223,8 +225,10 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     kernel.checked(pivot, "pivot_root")
     os.chdir("/")
     # Folders of the machine, at their own places, read-only.
-    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *readable):
-        _show(path, needed=path in readable)
+    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)):
+        _show(path)
+    for path, place in real:
+        _show(path, place)
     os.makedirs("/dev")
     for name in DEVICES:
         # A device is mounted on an empty file, since a user namespace cannot make one.
@@ -255,13 +259,13 @@ def _protect_machine() -> frozenset[str]:
     return frozenset(path[1:] for path in beside)
 
 
-def _show(path: str, needed: bool) -> None:
-    """Mount a file or folder of the machine at its own place, read-only; a link stays a link."""
-    old = f"/old{path}"
-    if not os.path.lexists(old) and not needed:
+def _show(path: str, place: str | None = None) -> None:
+    """Mount ``place`` of the machine at ``path``, read-only. None: its own, if any; links stay links."""
+    old = f"/old{place or path}"
+    if place is None and not os.path.lexists(old):
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.islink(old):
+    if place is None and os.path.islink(old):
         os.symlink(os.readlink(old), path)
         return
     if os.path.isdir(old):
