@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -117,11 +118,14 @@ def stream() -> None:
     def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
         """Join the rows of outputs that nobody has fetched yet."""
         # taken before the outputs are joined: vLLM then replaces the earlier rows by the later
-        rows = [out.routed_experts for output in (self, next_output) for out in output.outputs]
+        rows = defaultdict[int, list[np.ndarray]](list)
+        for out in (*self.outputs, *next_output.outputs):
+            if out.routed_experts is not None:
+                rows[out.index].append(out.routed_experts)
         add(self, next_output, aggregate)
-        if aggregate and (found := [routes for routes in rows if routes is not None]):
-            (output,) = self.outputs
-            output.routed_experts = np.concatenate(found)
+        for out in self.outputs if aggregate else ():
+            if out.index in rows:
+                out.routed_experts = np.concatenate(rows[out.index])
 
     RequestState._new_completion_output = with_rows
     RequestOutput.add = add_rows
