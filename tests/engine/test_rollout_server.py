@@ -801,6 +801,7 @@ def test_a_server_that_accepts_and_never_answers_is_left_out_and_asked_less_pati
     ([5], {"extra_args": {"eqlen_seed": "x"}}, r"extra_args\.eqlen_seed"),
     ([5], {"extra_args": {"eqlen_seed": True}}, r"extra_args\.eqlen_seed"),
     ([5], {"extra_args": {"eqlen_seed": -1}}, r"extra_args\.eqlen_seed"),
+    ([5], {"extra_args": {"eqlen_seed": 1}, "temperature": 0.0}, "temperature"),
 ])  # fmt: skip
 def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, field):
     from vllm import SamplingParams

@@ -110,9 +110,10 @@ class PathSampler(Sampler):
         # another client's rows are among ours: vLLM draws all, then our draws replace its own
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         for rows, (ids, values) in zip(self.blocks, parts, strict=True):
-            assert output.logprobs_tensors is not None, "our requests ask for them"
-            all_ids, all_values, ranks, *_ = output.logprobs_tensors
             output.sampled_token_ids[rows.places, 0] = ids[:, 0]
+            if output.logprobs_tensors is None:  # a run asks for them, others may not
+                continue
+            all_ids, all_values, ranks, *_ = output.logprobs_tensors
             all_ids[rows.places, : ids.shape[1]], all_values[rows.places, : ids.shape[1]] = ids, values
             ranks[rows.places] = 0
         return output

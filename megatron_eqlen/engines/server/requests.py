@@ -96,6 +96,9 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
     # a bool is an int, and no seed
     if type(seed) is not int or not 0 <= seed < 2**64:
         raise _unfit(f"extra_args.{SEED}", "a number of 64 bits", seed)
+    # our sampler divides by it
+    if own and not params.temperature:
+        raise _unfit("temperature", f"a number above 0 beside {SEED}", params.temperature)
 
 
 def _unfit(field: str, expected: str, found: object) -> VLLMValidationError:
