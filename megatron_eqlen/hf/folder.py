@@ -61,8 +61,7 @@ class HFFolder:
 
     Like Transformers (``modeling_utils._get_resolved_checkpoint_files``) it ignores an index beside
     ``model.safetensors``, with a warning. Experts fused on disk (``experts.gate_up_proj [experts, 2 x width,
-    hidden]``) appear one by one, as in Qwen's checkpoints. Raises CheckpointError for missing or broken
-    files.
+    hidden]``) appear one by one, as in Qwen's checkpoints. CheckpointError for missing or broken files.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -5,12 +5,10 @@
 
 A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename, when its files and a
 manifest with their checksums are on disk. Then ``checkpoints/latest``, the name of the newest one, is
-replaced atomically: a run that is killed keeps the previous one. The next older one replaces one that is
-damaged.
+replaced atomically: a run that is killed keeps the previous one. The one before replaces a damaged one.
 
 Every rank writes its shard in a thread: a process would outlive a killed rank and keep its locks. Weights on
-the device are copied first; the optimizer state is read in place on the host, so ``finish`` precedes the next
-update.
+the device are copied first; the optimizer's, on the host, is read in place, so ``finish`` precedes updates.
 """
 
 from __future__ import annotations

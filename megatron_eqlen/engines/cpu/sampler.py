@@ -111,11 +111,10 @@ class PathSampler(Sampler):
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         for rows, (ids, values) in zip(self.blocks, parts, strict=True):
             output.sampled_token_ids[rows.places, 0] = ids[:, 0]
-            if output.logprobs_tensors is None:  # a run asks for them, others may not
-                continue
-            all_ids, all_values, ranks, *_ = output.logprobs_tensors
-            all_ids[rows.places, : ids.shape[1]], all_values[rows.places, : ids.shape[1]] = ids, values
-            ranks[rows.places] = 0
+            if (columns := output.logprobs_tensors) is not None:  # a run asks for them, others may not
+                all_ids, all_values, ranks, *_ = columns
+                all_ids[rows.places, : ids.shape[1]], all_values[rows.places, : ids.shape[1]] = ids, values
+                ranks[rows.places] = 0
         return output
 
     def _blocks(self, count: int, vocabulary: int) -> list[Rows]:

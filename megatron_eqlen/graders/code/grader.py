@@ -63,8 +63,7 @@ class CodeGrader(PoolGrader):
         """Start grading a response: reward 1 only if its program passes all tests.
 
         Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error, compile_error,
-        no_answer. ``Grade.detail`` names the first failing test. The future raises SandboxError if no verdict
-        can be given.
+        no_answer. ``Grade.detail`` names the first failing test. The future may raise SandboxError.
         """
         program = extract_program(text)
         if program is None:

@@ -23,6 +23,7 @@ import tarfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from megatron_eqlen.files import removed, scratch
@@ -134,13 +135,9 @@ def _new_namespaces() -> int:
 
 def _map_ids(inside: int, user: int, group: int) -> None:
     kernel.prctl(kernel.SET_DUMPABLE, 1)  # else /proc/self belongs to root
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{inside} {user} 1"),
-        ("gid_map", f"{inside} {group} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+    maps = {"setgroups": "deny", "uid_map": f"{inside} {user} 1", "gid_map": f"{inside} {group} 1"}
+    for name, text in maps.items():
+        Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
 
 
 def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner: int, told: int) -> NoReturn:
@@ -240,8 +237,7 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     os.makedirs("/etc", exist_ok=True)
     # Programs look up the name of their user.
     for name, text in (("passwd", f"agent:x:{USER}:{USER}::/tmp:/bin/sh\n"), ("group", f"agent:x:{USER}:\n")):
-        with open(f"/etc/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        Path(f"/etc/{name}").write_text(text, encoding="ascii")
     os.mkdir("/proc")
     # Of the new process namespace: only the command's own processes are in it.
     mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES)
