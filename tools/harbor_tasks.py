@@ -47,6 +47,7 @@ copy() {{
   to="${{@: -1}}"; [ $# -le 2 ] || to="$to/"
   case "$to" in */) mkdir -p "$to";; *) mkdir -p "$(dirname "$to")";; esac || return
   for name in "${{@:1:$#-1}}"; do for path in /{CONTEXT}/$name; do
+    [ -z "$mode" ] || chmod -R "$mode" "$path" || return
     if [ -d "$path" ]; then mkdir -p "$to" && cp -R "$path/." "$to"; else cp "$path" "$to"; fi || return
   done; done
 }}
@@ -130,7 +131,8 @@ def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
                 at = lines.index(end) + 1
                 rest, lines = "\n".join([rest, *lines[:at]]), lines[at:]
         seen += word == "FROM"
-        plain = re.sub(r"^(--ch(own|mod)=\S+ +)+", "", rest) if word in ("COPY", "ADD") else rest
+        flags = re.findall(r"^(?:--ch(?:own|mod)=\S+ +)+", rest) if word in ("COPY", "ADD") else []
+        plain, mode = rest.removeprefix("".join(flags)), "".join(re.findall(r"--chmod=(\S+)", "".join(flags)))
         unpacks = word == "ADD" and re.search(r"://|\.(tar|tgz|gz|bz2|xz)\b", rest)
         odd = word in ("RUN", "COPY", "ADD") and plain.startswith(("--", "<<", "["))
         if seen > 1 or unpacks or odd:
@@ -138,7 +140,7 @@ def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
         name, _, value = rest.partition(" ")
         step = {
             "RUN": f"(\n{rest}\n)",
-            "COPY": f'{{ set -f; args=({plain}); set +f; copy "${{args[@]}}"; }}',
+            "COPY": f'{{ set -f; args=({plain}); set +f; mode="{mode}" copy "${{args[@]}}"; }}',
             "WORKDIR": f"mkdir -p {rest} && cd {rest}",
             "ENV": f"export {rest}" if "=" in name else f"export {name}='{value.strip()}'",
         }.get({"ADD": "COPY", "ARG": "ENV"}.get(word, word))

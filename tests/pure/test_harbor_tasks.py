@@ -22,14 +22,15 @@ $WHERE
 EOF
 WORKDIR /app
 COPY data/*.txt ./in/
-COPY --chown=1:1 data /data
+COPY --chown=1:1 --chmod=711 data /data
 EXPOSE 80
 CMD ["bash"]
 """
 TEST = """\
 #!/bin/bash
 printf '%s|' "$PWD" "$WHERE" "$NAME" "$OLD" "$COLOUR" "$(cat /srv/x/made /note /data/n.txt in/n.txt)"
-[ "$(cat out)" = 3 ] && [ -e /srv/x/made ] && [ ! -e /tests/conftest.py ]
+[ -e /srv/x/made -a -x /data/n.txt -a ! -x in/n.txt ] || exit
+[ "$(cat out)" = 3 ] && [ ! -e /tests/conftest.py ]
 echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 TASK = {
