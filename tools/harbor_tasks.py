@@ -2,12 +2,12 @@
 """Make rows of a workspace from tasks in Harbor's layout (https://www.harborframework.com/docs/tasks):
 folders with an instruction, task.toml, a Dockerfile and tests.
 
-    tools/harbor_tasks.py TASKS --out OUT --readable /opt/venv --variable PATH=/opt/venv/bin:/usr/bin:/bin
+    tools/harbor_tasks.py TASKS --out OUT --readable /venv --variable PATH=/venv/bin:/usr/bin:/bin
 
 A Dockerfile becomes a script, which runs in the sandbox for commands: the machine's own programs stand in for
-the image, and a step that needs a network, rights or another place of the machine is refused by name. Then
-the tests must grade the task as it is, and its solution, if there is one, must get a reward above that.
-What remains is in OUT: tasks.jsonl, and NAME/files.tar and NAME/tests.tar.
+the image, and a step that needs a network, rights or another place of the machine (all of /opt for a venv
+below it) is refused by name. Then the tests must grade the task as it is, and its solution, if there is one,
+must get a reward above that. What remains is in OUT: tasks.jsonl, and NAME/files.tar and NAME/tests.tar.
 """
 
 from __future__ import annotations
