@@ -55,9 +55,10 @@ _CHARACTERS = _compile(
 _MARKUP = _compile(  # what is drawn, not what it means
     (r"US\s*\\?\$", r"\\$"),
     (rf"\\(?:[hv]?phantom|[bx]?cancel|sout|st|label|tag)\s*\{{{_ANY}\}}", ""),  # invisible or struck out
-    (r"(\\\\)|\\[()\[\]]|(?<!\\)\$", r"\1"),  # math delimiters, not the row's end in \\[2pt]
+    # math delimiters, and where ``=`` is aligned; a row's end stays, without its space: ``\\[2pt]``
+    (r"(\\\\)(?:\s*\[-?[\d.]+ ?[a-z]{2}\])?|\\[()\[\]]|(?<!\\)(?:\$|&(?=\s*=))", r"\1"),
     (r"\\(?:text|page|f)?color(?:box)?\s*\{[^{}]*\}", ""),
-    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\left\s*\\\{(?=\s*\\begin\{(?:array|aligned)\})|\\(?:left|right)\s*\.", ""),
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script)style|limits|strut|[lL]arge|LARGE|[hH]uge"
      rf"|(?:foot|script)size|small|tiny|normalsize|bf|it|rm|sf|tt|bfseries|boldmath){_END}", ""),
     # ``10,\!000``
@@ -151,7 +152,8 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:per ?cent(?:age)?|pct)\b|%",
      r"\\%"),
     # ``\begin{cases} x=1 \\ y=2 \end{cases}`` is a list.
-    (r"\\begin\{(cases|aligned)\}([^&]*?)(?:\\\\\s*)?\\end\{\1\}", lambda m: m[2].replace(r"\\", ",")),
+    (r"\\begin\{(cases|aligned|gathered|array)\}(?:\{[lcr]\})?([^&]*?)(?:\\\\\s*)?\\end\{\1\}",
+     lambda m: re.sub(r",?\s*\\\\", ",", m[2])),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
     # ``\mathbb{Z}/6\mathbb{Z}`` is ``\mathbb{Z}_{6}``.
     (r"\\mathbb\{Z\}\s*/\s*\(?\s*(\d+)\s*(?:\\mathbb\{Z\})?\s*\)?", r"\\mathbb{Z}_{\1}"),
