@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder
+from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder, writing
 from megatron_eqlen.models import checkpoint_folder, lora
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import (
@@ -65,7 +65,7 @@ def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe
         parameter.data = parameter.data.to(dtypes[name])
     load_hf(chunks, source)
     dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
-    with new_folder(out) if dist.get_rank() == 0 else nullcontext() as made:
+    with new_folder(out) if dist.get_rank() == 0 else nullcontext() as made, writing(out):
         partial = Path(agree(lambda: str(made)))
         dist_checkpointing.save(_state(chunks), str(partial))
         if made is not None:

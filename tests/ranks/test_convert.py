@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -391,6 +392,23 @@ def test_a_source_that_is_no_model_is_explained_and_leaves_nothing(tmp_path, con
         assert status == 2
         assert "model.safetensors: not a safetensors file, or truncated" in err
         assert {path.name for path in tmp_path.iterdir()} == {"bad"}
+
+
+def on_a_full_disk(*arguments: str) -> tuple[int, str, str]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    return command(*arguments)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, converted):
+    source, out = str(converted[0]), str(tmp_path / "out")
+    for arguments in (
+        ("hf_to_megatron", source, out),
+        ("megatron_to_hf", str(converted[1]), out, "--source", source),
+    ):
+        status, _, err = run_ranks(1, on_a_full_disk, *arguments)[0]
+        assert status == 2
+        assert re.search(r"/\.?out\S*: could not be written: .+ \(\d+\.\d\d GB free\)\n$", err)
+        assert not [*tmp_path.iterdir()]
 
 
 def convert_and_die(source: str, out: str) -> None:
