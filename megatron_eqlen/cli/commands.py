@@ -177,6 +177,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         recipe /= RECIPE
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
     job = Job(pinned(load(recipe, overrides)))
+    if not job.recipe.evaluation.benchmarks:
+        raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     if out is None:
         raise ValueError("--out: expected a result file (a run folder has a default)")
     refuse_existing(out)
