@@ -62,9 +62,8 @@ def evaluate(
     # Each rank scores the problems that it grades, and all ranks gather the answers.
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
-    zero = recipe.reward.on_error == "zero"
     # Completions without a reward, such as those whose grader failed, unless they count as 0.
-    lost = [[part.grade for part in group.unscored() if not zero] for group in groups]
+    lost = [[part.grade for part in group.unscored() if recipe.reward.on_error != "zero"] for group in groups]
     graders = [{part.grade.grader for part in group.parts if part.grade} for group in groups]
     gathered = gather(list(zip(map(_answers, groups), graders, lost, strict=True)))
     # avg@k needs k rewards: a problem with a lost one is left out.

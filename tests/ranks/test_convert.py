@@ -26,7 +26,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
-from tests.kit.tiny_models import save_tiny
+from tests.kit.tiny_models import SHORT, save_tiny
 from tests.kit.updates import build_chunks
 
 LAYOUTS = {
@@ -332,6 +332,36 @@ def test_weights_that_were_trained_in_a_wider_dtype_are_not_rounded(tmp_path):
     paths = str(tmp_path / "megatron"), str(tmp_path / "origin")
     assert "differs from" in run_ranks(1, verified, paths[0], str(tmp_path / "origin"), paths[1])[0]
     assert len(run_ranks(1, verified, paths[0], str(tmp_path / "out"), paths[1])[0]) == 64
+
+
+def mixed(source: Path, small: torch.dtype, *floats: str) -> Path:
+    """Store a folder's weights in ``small``, but for those with names that end in ``floats``."""
+    weights = load_file(source / "model.safetensors")
+    halves = {name: each if name.endswith(floats) else each.to(small) for name, each in weights.items()}
+    save_file(halves, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def test_a_source_of_two_dtypes_rounds_nothing_that_was_trained_in_the_wider_one(tmp_path):
+    """Qwen3.5 has ``A_log`` in float32 beside bfloat16."""
+    save_tiny(tmp_path / "trained", "qwen3_next", **SHORT["qwen3_next"])
+    shutil.copytree(tmp_path / "trained", tmp_path / "origin")
+    mixed(tmp_path / "origin", torch.bfloat16, "A_log", "norm.weight")
+    for trained in ("trained", "origin"):
+        checkpoint, out = tmp_path / f"{trained}-megatron", tmp_path / f"{trained}-out"
+        run_ranks(1, to_megatron, str(tmp_path / trained), str(checkpoint))
+        run_ranks(1, to_hf, str(checkpoint), str(tmp_path / "origin"), str(out))
+        weights, found = (load_file(folder / "model.safetensors") for folder in (tmp_path / trained, out))
+        assert {name: each.dtype for name, each in found.items()} == {n: w.dtype for n, w in weights.items()}
+        assert all(torch.equal(found[name], each) for name, each in weights.items())
+
+
+def test_the_routers_bias_in_float32_widens_no_weight(tmp_path):
+    save_tiny(tmp_path / "hf", "glm4_moe", **SHORT["glm4_moe"])
+    source = mixed(tmp_path / "hf", torch.bfloat16)
+    run_ranks(1, to_megatron, str(source), str(tmp_path / "megatron"))
+    run_ranks(1, to_hf, str(tmp_path / "megatron"), str(source), str(tmp_path / "out"))
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path, converted):
