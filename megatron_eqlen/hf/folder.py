@@ -176,10 +176,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (CheckpointException, SafetensorError, OSError) as error:
         # torch's is on every rank, and has the reasons on rank 0 alone
-        failures = getattr(error, "failures", {0: (error,)}).values()
-        reason = next((reason for reason, *_ in failures), "see the message of rank 0")
+        reasons = [*getattr(error, "failures", {0: (error,)}).values(), ("see the message of rank 0",)]
         free = shutil.disk_usage(path.parent).free / 1e9
-        raise CheckpointError(f"{path}: could not be written: {reason} ({free:.2f} GB free)") from None
+        raise CheckpointError(f"{path}: could not be written: {reasons[0][0]} ({free:.2f} GB free)") from None
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
