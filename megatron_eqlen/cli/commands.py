@@ -176,8 +176,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{model}: expected the run's model, found {found}; name a model by --model")
         recipe /= RECIPE
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
-    job = Job(pinned(load(recipe, overrides)))
-    if not job.recipe.evaluation.benchmarks:
+    asked = load(recipe, overrides)
+    # what it trains on is not read, and need not be here
+    job = Job(pinned(asked.model_copy(update={"data": asked.data.model_copy(update={"sources": []})})))
+    if not asked.evaluation.benchmarks:
         raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     if out is None:
         raise ValueError("--out: expected a result file (a run folder has a default)")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_eqlen.cli import commands
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
@@ -340,6 +341,16 @@ def test_a_recipe_without_benchmarks_is_not_evaluated_in_silence(tmp_path, capsy
     assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 2
     expected = "small.yaml: evaluation.benchmarks: expected what to evaluate, found none"
     assert expected in capsys.readouterr().err
+
+
+def test_what_a_recipe_trains_on_need_not_be_here_to_evaluate(tmp_path, monkeypatch):
+    """Nor is it downloaded: a training set has gigabytes."""
+    (tmp_path / "test.jsonl").write_text("{}")
+    benchmark = {"name": "b", "reader": "jsonl", "path": str(tmp_path / "test.jsonl")}
+    raw = SMALL | {"model": {"path": str(tmp_path)}, "evaluation": {"benchmarks": [benchmark]}}
+    (tmp_path / "small.yaml").write_text(json.dumps(raw))
+    monkeypatch.setattr(commands, "_on_ranks", lambda job, work: job.fetch() or 0)
+    assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 0
 
 
 def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_than_the_model():
