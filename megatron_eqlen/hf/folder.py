@@ -303,10 +303,8 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
     if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
         by_name["output_layer.weight"] = embedding(model)
         _check_tied(folder, weights[0])
-    carried = UNTRAINED
-    if model.family.glm:
-        # GLM's layer after the last, which predicts further tokens.
-        carried += (f"{model.prefix}layers.{model.num_hidden_layers}.",)
+    # GLM's layer after the last predicts further tokens.
+    carried = UNTRAINED + (f"{model.prefix}layers.{model.num_hidden_layers}.",) * model.family.glm
     # A head may be stored beside tied embeddings: ``_check_tied`` has compared them.
     expected = {name for weight in weights for name in weight.hf} | {HEAD}
     unused = [name for name in folder.entries if name not in expected and not name.startswith(carried)]

@@ -348,7 +348,7 @@ def test_what_a_recipe_trains_on_need_not_be_here_to_evaluate(tmp_path, monkeypa
     (tmp_path / "test.jsonl").write_text("{}")
     benchmark = {"name": "b", "reader": "jsonl", "path": str(tmp_path / "test.jsonl")}
     raw = SMALL | {"model": {"path": str(tmp_path)}, "evaluation": {"benchmarks": [benchmark]}}
-    (tmp_path / "small.yaml").write_text(json.dumps(raw))
+    (tmp_path / "small.yaml").write_text(json.dumps(raw | {"teacher": {"path": "none"}}))
     monkeypatch.setattr(commands, "_on_ranks", lambda job, work: job.fetch() or 0)
     assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 0
 
