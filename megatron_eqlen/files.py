@@ -7,8 +7,7 @@
     new_folder(path)                                  create a folder under a new name
     scratch(kind)                                     create a temporary folder of this process
 
-All reach the disk before they get their names: a killed process leaves the old file, and a
-``.NAME*.partial``.
+All reach the disk before they get their names: a killed process leaves the old file and ``.NAME*.partial``.
 """
 
 from __future__ import annotations

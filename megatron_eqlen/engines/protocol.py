@@ -121,9 +121,8 @@ class Engine(Decoder, Protocol):
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load every weight of the model, by Hugging Face name; no later request uses keys and values cached
-        before. Requires that no request is unfinished, except with ``rollout.staleness``: these continue
-        under the new weights. Raises ValueError for unknown, missing or misshapen weights; the engine then
-        refuses requests until an update succeeds."""
+        before. No request may be unfinished, except with ``rollout.staleness``: these continue under the new
+        weights. ValueError for unknown, missing or misshapen ones; requests are refused until it succeeds."""
 
     def probe(self) -> list[TokenTree]:
         """Return a line that each server in use samples now, as a tree with its name; [] in this process."""

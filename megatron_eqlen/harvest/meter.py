@@ -26,8 +26,7 @@ class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
     ``generated_tokens`` are all tokens that the engine delivered, in all attempts at the harvest, without
-    tokens of earlier steps. ``counts`` holds what this attempt counted: the recorder writes it, and the next
-    attempt adds it to its own.
+    tokens of earlier steps. ``counts`` is of this attempt: the recorder writes it, the next one adds its own.
     """
 
     def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:

@@ -145,8 +145,7 @@ def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
 
 def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
     """Yield keys that vLLM does not support for the model, and violations of its tensor parallelism, which
-    pads the vocabulary, replicates key-value heads if they are fewer than the ranks, and divides every expert
-    over all ranks."""
+    pads the vocabulary, replicates key-value heads if they are fewer than the ranks, and divides experts."""
     if rollout.keep_routes and model.experts is None:
         yield f"rollout.keep_routes: true, but a {model.model_type} model has no experts"
     if rollout.batch_invariant and model.delta_net:

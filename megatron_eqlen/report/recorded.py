@@ -75,8 +75,7 @@ class RecordedStep:
 
     def rows(self, rollouts: Sequence[Rollout], decode: Decode) -> Iterator[dict[str, Any]]:
         """Yield some of ``rollouts`` as plain data: what a page filters by, and ``packed``, compressed JSON
-        of the ``question`` and ``parts``: place in the tree, facts, texts of tokens, ``columns`` (a number
-        each, or for all)."""
+        of ``question`` and ``parts``: place in the tree, facts, tokens' texts, ``columns`` (each, or all)."""
         for rollout, seen in zip(rollouts, self.views(rollouts, decode), strict=True):
             grades = [part.grade for part in rollout.parts if part.grade is not None]
             parts = [_part(part, one) for part, one in zip(rollout.parts, seen.parts, strict=True)]

@@ -93,8 +93,7 @@ class Scorer:
 
         Waits at most ``seconds`` for graders in the background; responses without a grade then, and those
         whose grader failed, are unscored. Grading of responses not among ``rollouts`` is cancelled. With
-        ``reward.on_error: end``, raises a grader's error, with a note that names the prompt, or UnscoredError
-        for a late one.
+        ``reward.on_error: end``, raises a grader's error, with a note of the prompt, UnscoredError if late.
         """
         started, ended = time.monotonic(), list(_ended(rollouts))
         deadline = started + seconds

@@ -316,8 +316,7 @@ class ForkedAtDeaths(GrowingTree):
         return in_step([line.track for line in self.lines], [line.length for line in self.lines])
 
     def die(self, line: Line) -> list[Track]:
-        """End a line and fork the heaviest of those that go on at its length and have not just forked there;
-        return the new tracks."""
+        """End a line; fork the heaviest that goes on at its length, unless just forked. Return new tracks."""
         self.end(line)
         length = line.length
         others = [other for other in self.lines if other.is_alive_at(length) and other.searched < length]

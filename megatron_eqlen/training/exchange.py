@@ -2,8 +2,7 @@
 
 All ranks of a data-parallel index need token ids, but every rank has those of prompts. Columns of the loss go
 to the last pipeline stage, columns of a path to the stages that compute their MoE layers
-(``Column.needed_by``). Arrays travel over the host in two hops: a rank sends each once, and the ranks that
-need it pass it on.
+(``Column.needed_by``). Arrays travel over the host in two hops: sent once, then passed on where needed.
 
     home ──each array to one──► the ranks that need it ──from there to all──► the ranks that need it
 """

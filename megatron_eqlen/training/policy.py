@@ -132,8 +132,7 @@ class Policy:
         self.memory.unpark()
 
     def update(self, minibatches: list[list[TokenTree]], drawn: Sequence[TokenTree] = ()) -> Metrics:
-        """Train on the step's trees: one optimizer step per minibatch, ``loss.epochs`` times over.
-        Collective.
+        """Train on the step's trees: an optimizer step per minibatch, ``loss.epochs`` times. Collective.
 
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
         that the packer assigns to it. Minibatches without supervised tokens are left out. If a row's loss or

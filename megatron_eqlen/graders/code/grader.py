@@ -24,7 +24,7 @@ from megatron_eqlen.types import Grade
 if TYPE_CHECKING:
     from megatron_eqlen.recipe import RewardRecipe
 
-VERSION = 4
+VERSION = 5
 """Raised whenever a change here or in ``code/tests.py`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 LONGEST_SECTION = 4 * LONGEST_PROGRAM
@@ -63,8 +63,7 @@ class CodeGrader(PoolGrader):
         """Start grading a response: reward 1 only if its program passes all tests.
 
         Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error, compile_error,
-        no_answer. ``Grade.detail`` names the first failing test. The future raises SandboxError if no verdict
-        can be given.
+        no_answer. ``Grade.detail`` names the first failing test. The future may raise SandboxError.
         """
         program = extract_program(text)
         if program is None:
