@@ -209,6 +209,11 @@ def test_limits_hold_and_the_next_command_works(sandbox, name):
     assert run(sandbox, "echo ok", end.folder).output == "ok\n"
 
 
+def test_the_limit_of_time_is_the_clocks_alone(sandbox):
+    """The kernel's, in seconds of all threads, would end four busy ones in a fourth of it."""
+    assert run(sandbox, "ulimit -t").output == "unlimited\n"
+
+
 def test_no_process_outlives_its_command(sandbox):
     marks = descendants(sandbox._zygote)
     more = "sleep 611 & setsid sleep 612 & (setsid nohup sleep 613 > /dev/null &) ; trap '' TERM"

@@ -282,7 +282,6 @@ def _become_command(request: dict[str, Any], limits: CommandLimits, owner: int) 
     limit(
         {
             resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_CPU: max(1, round(limits.seconds + 0.5)),
             resource.RLIMIT_DATA: limits.memory_mb << 20,
             resource.RLIMIT_NOFILE: 1024,
             resource.RLIMIT_NPROC: limits.processes,
