@@ -2,17 +2,18 @@
 """Make rows of a workspace from tasks in Harbor's layout (https://www.harborframework.com/docs/tasks):
 folders with an instruction, task.toml, a Dockerfile and tests.
 
-    tools/harbor_tasks.py TASKS --out OUT --readable /opt/venv --variable PATH=/opt/venv/bin:/usr/bin:/bin
+    tools/harbor_tasks.py TASKS --out OUT --readable /venv --variable PATH=/venv/bin:/usr/bin:/bin
 
 A Dockerfile becomes a script, which runs in the sandbox for commands: the machine's own programs stand in for
-the image, and a step that needs a network, rights or another place of the machine is refused by name. Then
-the tests must grade the task as it is, and its solution, if there is one, must get a reward above that.
-What remains is in OUT: tasks.jsonl, and NAME/files.tar and NAME/tests.tar.
+the image, and a step that needs a network, rights or another place of the machine (all of /opt for a venv
+below it) is refused by name. Then the tests must grade the task as it is, and its solution, if there is one,
+must get a reward above that. What remains is in OUT: tasks.jsonl, and NAME/files.tar and NAME/tests.tar.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import shutil
 import sys
@@ -46,6 +47,7 @@ copy() {{
   to="${{@: -1}}"; [ $# -le 2 ] || to="$to/"
   case "$to" in */) mkdir -p "$to";; *) mkdir -p "$(dirname "$to")";; esac || return
   for name in "${{@:1:$#-1}}"; do for path in /{CONTEXT}/$name; do
+    [ -z "$mode" ] || chmod -R "$mode" "$path" || return
     if [ -d "$path" ]; then mkdir -p "$to" && cp -R "$path/." "$to"; else cp "$path" "$to"; fi || return
   done; done
 }}
@@ -60,7 +62,7 @@ printf 'cd "%s"\\n' "$PWD" >> /root/.profile; rm -r /{CONTEXT} /root/.before /ro
 """
 VERIFY = """\
 cd /; chmod -R u+rwX /tests /logs; rm -rf /tests /logs
-mkdir -p /logs/verifier && mv /.tests /tests && cd "$OLDPWD" || exit
+mkdir -p /logs/verifier && mv /{place} /tests && cd "$OLDPWD" || exit
 {variables}chmod +x /tests/test.sh; timeout {seconds:g} /tests/test.sh
 [ $? != 124 ] || echo 0 > /logs/verifier/reward.txt
 [ -e /logs/verifier/reward.txt ] || sed -n 's/.*"reward": *\\([0-9.]*\\).*/\\1/p' \
@@ -129,7 +131,8 @@ def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
                 at = lines.index(end) + 1
                 rest, lines = "\n".join([rest, *lines[:at]]), lines[at:]
         seen += word == "FROM"
-        plain = re.sub(r"^(--ch(own|mod)=\S+ +)+", "", rest) if word in ("COPY", "ADD") else rest
+        flags = re.findall(r"^(?:--ch(?:own|mod)=\S+ +)+", rest) if word in ("COPY", "ADD") else []
+        plain, mode = rest.removeprefix("".join(flags)), "".join(re.findall(r"--chmod=(\S+)", "".join(flags)))
         unpacks = word == "ADD" and re.search(r"://|\.(tar|tgz|gz|bz2|xz)\b", rest)
         odd = word in ("RUN", "COPY", "ADD") and plain.startswith(("--", "<<", "["))
         if seen > 1 or unpacks or odd:
@@ -137,7 +140,7 @@ def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
         name, _, value = rest.partition(" ")
         step = {
             "RUN": f"(\n{rest}\n)",
-            "COPY": f'{{ set -f; args=({plain}); set +f; copy "${{args[@]}}"; }}',
+            "COPY": f'{{ set -f; args=({plain}); set +f; mode="{mode}" copy "${{args[@]}}"; }}',
             "WORKDIR": f"mkdir -p {rest} && cd {rest}",
             "ENV": f"export {rest}" if "=" in name else f"export {name}='{value.strip()}'",
         }.get({"ADD": "COPY", "ARG": "ENV"}.get(word, word))
@@ -175,18 +178,22 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
     file, environment = task / "environment/Dockerfile", tables["environment"]
     script = BEGIN + "".join(steps(file, given)) + f'cd "{environment.get("workdir") or "."}"\n'
     script += exports(task, environment) + END
-    template = archive(to / "files.tar", {CONTEXT: task / "environment"})
+    # of another name than the template: a workspace reads a name once
+    context = archive(to / "context.tar", {CONTEXT: task / "environment"})
     limit = float(environment.get("build_timeout_sec", 600))
-    made = workspace(options | {"template": str(template), "timeout": limit})
+    made = workspace(options | {"template": str(context), "timeout": limit})
     end = made.execute(["bash", "-c", script])
     if end.code or end.unkept:
         said = end.unkept or " ".join(end.output.split()) or end.status
         step = re.search(r"\n(\w+ \S+)[^\n]*: status \d+\n$", end.output)
         raise Refused(file, f"{step[1] if step else 'a step'} fails in the sandbox", said[-300:])
-    template.write_bytes(made.folder.read())
+    context.unlink()
+    (template := to / "files.tar").write_bytes(made.folder.read())
     seconds = float(tables["verifier"].get("timeout_sec", 600))
-    verify = VERIFY.format(variables=exports(task, tables["verifier"]), seconds=seconds)
-    hidden = archive(to / "tests.tar", {".tests": task / "tests", ".verify": verify})
+    # a place that no policy can guess: what it left there would stay beside the tests
+    place = f".{hashlib.sha256(pack_folder(task / 'tests')).hexdigest()}"
+    verify = VERIFY.format(place=place, variables=exports(task, tables["verifier"]), seconds=seconds)
+    hidden = archive(to / "tests.tar", {place: task / "tests", ".verify": verify})
     options |= {"template": str(template), "hidden": str(hidden), "timeout": seconds + 60}
     try:
         before = after = graded(workspace(options))
@@ -195,7 +202,7 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
     except ValueError as error:
         raise Refused(task / TESTS, "the tests write no reward", error) from None
     if missing := re.search(
-        r"command not found|No module named \S+|not found|Temporary failure", after.detail
+        r"command not found|No module named \S+|(?<=: )not found|Temporary failure", after.detail
     ):
         raise Refused(task / TESTS, f"the tests miss something ({missing[0]})", after.detail)
     if solved and after.reward <= before.reward:

@@ -2,9 +2,8 @@ r"""Questions of your own or of others: one a line of a JSON Lines file, or a ro
 
 ``layouts.py`` has the names of columns that are recognised; the recipe's ``columns`` takes any
 (docs/models_and_data.md). A chat is the prompt as it stands, without the recipe's instruction; a last turn of
-the assistant is left out, and is the answer if there is no other. For ``math`` known instructions
-(``layouts.WRAPPINGS``) are taken off, and the gold is the end of a worked solution. A reward function gets
-what the file has.
+the assistant is left out, and is the answer if there is no other. For ``math``, not for reward functions,
+known instructions (``layouts.WRAPPINGS``) are taken off, and the gold is the end of a worked solution.
 """
 
 from __future__ import annotations

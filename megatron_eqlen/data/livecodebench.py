@@ -106,7 +106,9 @@ def _row(question_id: str, record: dict[str, Any]) -> Problem:
         inputs, outputs = [test.get("input") for test in cases], [test.get("output") for test in cases]
     elif kinds == {"functional"}:
         function = text_field(parse_json(text_field(record, "metadata")), "func_name")
-        inputs = [_arguments(text_field(test, "input")) for test in cases]
+        # an argument a line, each as JSON
+        lines = [text_field(test, "input").split("\n") for test in cases]
+        inputs = [[parse_json(line) for line in each if line.strip()] for each in lines]
         outputs = [parse_json(text_field(test, "output")) for test in cases]
     else:
         raise BadRow("bad_tests", f"expected stdin or functional tests, found {sorted(map(str, kinds))}")
@@ -115,11 +117,6 @@ def _row(question_id: str, record: dict[str, Any]) -> Problem:
     question = code_question(text_field(record, "question_content"), function, starter)
     tests = CodeTests(inputs, outputs, function, memory_mb=MEMORY_MB, rules="livecodebench")
     return code_row(question_id, question, tests)
-
-
-def _arguments(text: str) -> list[Any]:
-    # An argument a line, each as JSON.
-    return [parse_json(line) for line in text.split("\n") if line.strip()]
 
 
 def _date(text: str | None, name: str) -> date:

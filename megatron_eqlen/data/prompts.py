@@ -294,7 +294,7 @@ def read_benchmark(
 ) -> list[Prompt]:
     """Return all problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
     questions. Raises ValueError if a row cannot be used: without it the benchmark would be another one."""
-    tally = Tally()
+    tally = Tally(section="evaluation.benchmarks[]")
     maker = PromptMaker(data, tokenizer, tools)
     prompts: list[Prompt] = []
     long: dict[str, int] = {}
@@ -308,7 +308,7 @@ def read_benchmark(
             except LongPrompt as bad:
                 long[row.row_id] = bad.tokens
             except BadRow as bad:
-                raise ValueError(f"{where}: {row.row_id}: {bad}") from None
+                raise ValueError(f"{where}: {row.row_id}: {bad}{tally.remedy(bad.reason)}") from None
     finally:
         maker.close()
     if long:
@@ -319,9 +319,8 @@ def read_benchmark(
             f"data.max_prompt_length={long[longest]}"
         )
     # rows outside the dates that were asked for are no loss
-    unusable = {reason: count for reason, count in tally.dropped.items() if reason != "date"}
-    if unusable or not prompts:
-        raise ValueError(f"{where}: unusable rows {unusable}, usable {len(prompts)}")
+    if tally.dropped.keys() - {"date"} or not prompts:
+        raise ValueError(f"{where}: {tally.unusable(len(prompts))}")
     return prompts
 
 

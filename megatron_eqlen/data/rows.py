@@ -81,6 +81,8 @@ class Tally:
     """For each reason the first row and what was found there; not kept in checkpoints."""
     notes: list[str] = field(default_factory=list[str])
     """Sentences on how the files were read."""
+    section: str = "data.sources[]"
+    """Section of the recipe that names the files."""
 
     def note(self, text: str) -> None:
         if text and text not in self.notes:
@@ -89,7 +91,7 @@ class Tally:
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:
             self.first[reason] = f"{where}: {detail}" if detail else where
-            log.warning("%s: left out: %s%s%s", where, reason, detail and f" ({detail})", _remedy(reason))
+            log.warning("%s: left out: %s%s", where, BadRow(reason, detail), self.remedy(reason))
         self.dropped[reason] += 1
 
     def usable(self, kept: int) -> float:
@@ -102,7 +104,7 @@ class Tally:
         # A fault that has a remedy comes before a filter's reason, then the most frequent one.
         fault = max(self.dropped, key=lambda each: (each in REMEDIES, self.dropped[each]), default="")
         text += f"; the first {fault} is {self.first.get(fault)}" * (fault in self.first)
-        return text + _remedy(fault)
+        return text + self.remedy(fault)
 
     def summary(self, kept: int) -> str:
         """Return how many rows were left out beside ``kept`` ones, the most frequent reason first."""
@@ -112,10 +114,9 @@ class Tally:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.most_common())
         return f"{left_out:,} of {kept + left_out:,} rows are left out" + f": {reasons}" * bool(reasons)
 
-
-def _remedy(reason: str) -> str:
-    """Return what helps against a fault, as the end of a sentence."""
-    return f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
+    def remedy(self, reason: str) -> str:
+        """Return what helps against a fault, as the end of a sentence."""
+        return f"; {REMEDIES[reason]}".replace("data.sources[]", self.section) if reason in REMEDIES else ""
 
 
 class BadRow(ValueError):

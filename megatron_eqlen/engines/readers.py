@@ -158,7 +158,7 @@ class _Reader:
     async def run(self) -> None:
         """Do what the trainer says until the pipe's end."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        async with session(self.settings.headers) as http:
+        async with await session(self.settings.headers) as http:
 
             def obey() -> None:
                 try:

@@ -55,7 +55,7 @@ class HttpLoop:
         self._starts = threading.Lock()
         """Protects the loop's end: a coroutine handed over later never runs, and its caller would hang."""
         self.headers = headers
-        self.session: aiohttp.ClientSession = self.run(self._open())
+        self.session: aiohttp.ClientSession = self.run(session(headers))
 
     def start(self, coroutine: Coroutine) -> Any:
         """Return a concurrent future of the coroutine's result, or raise EngineError after ``close``."""
@@ -85,11 +85,8 @@ class HttpLoop:
         await asyncio.gather(*others, return_exceptions=True)
         await self.session.close()
 
-    async def _open(self) -> aiohttp.ClientSession:
-        return session(self.headers)
 
-
-def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+async def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     """Return a session of the running event loop, whose requests have ``headers`` and a connection each."""
     # The server may close a kept connection just as a request goes out: that looks like a dead replica.
     return aiohttp.ClientSession(
@@ -298,7 +295,6 @@ class ReplicaPool:
         self.io.close()
 
     async def _leave(self) -> None:
-
         async def leave(replica: Replica) -> None:
             async with at_most(2.0):
                 await replica.post(DISOWN[1:])

@@ -75,9 +75,10 @@ class Agent(Environment):
         if tools is None:
             return ()
         read = read_json(Path(tools))
-        if not isinstance(read, list):
-            found = type(read).__name__
-            raise ValueError(f"{tools}: expected a list of tools' JSON schemas, found a {found}")
+        listed = read if isinstance(read, list) else [None]
+        if wrong := [each for each in listed if not isinstance(each, dict) or "function" not in each]:
+            expected = 'expected a list as OpenAI takes it, [{"type": "function", "function": {...}}]'
+            raise ValueError(f"{tools}: {expected}, found {wrong[0] or read!r:.200}")
         return read
 
     @classmethod

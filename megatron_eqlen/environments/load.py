@@ -90,9 +90,8 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
         whole = replace(observation, messages=tuple(observation.messages))
         return given if begin == whole else given_tokens(tokenizer, whole, schemas, thinking)
 
-    read = tokenizer.decode
-    if issubclass(cls, ToolEnvironment | Agent) and schemas:
-        read = reader(tokenizer, schemas, thinking)
+    calls = issubclass(cls, ToolEnvironment | Agent) and schemas
+    read = reader(tokenizer, schemas, thinking) if calls else tokenizer.decode
     try:  # an unfit template is refused before anything is generated
         write(Observation("content"))
     except ValueError:
@@ -122,8 +121,7 @@ def given_tokens(
     """Return the tokens between a turn's last token and the first one of the next turn.
 
     Raises ValueError for a chat template that changes earlier turns, since generated text must stay (Qwen3's
-    drops thinking once a ``user`` speaks, and keeps it before a ``tool``), or leaves out what was said
-    (Zephyr's has no role ``tool``).
+    drops thinking once a ``user`` speaks, not before a ``tool``), or leaves out messages (Zephyr's a tool's).
     """
     single = {"role": observation.role, "content": observation.content, **observation.keys}
     said = observation.messages or [single]
@@ -144,8 +142,8 @@ def given_tokens(
         except TemplateError as error:
             failed = failed or error
             continue
-        # What the template writes behind the turn's last words.
-        before, _, after = text.rpartition(SAID)
+        # What the template writes behind the turn's last words, which may be said again.
+        before, _, after = text.partition(SAID)
         if found and THOUGHT not in before:
             break  # the template writes no calls
         if THOUGHT not in before:

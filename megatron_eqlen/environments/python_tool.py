@@ -20,7 +20,7 @@ from megatron_eqlen.types import Prompt
 
 Mode = Literal["strict", "best_effort"]
 RUN_CELLS = """
-import ast, contextlib, os, random, sys, traceback
+import ast, contextlib, os, random, sys, traceback, types
 def seed(self, a=None, version=2, own=random.Random.seed):
     own(self, draw.getrandbits(128) if a is None else a, version)
 draw = random.Random(0)
@@ -33,7 +33,10 @@ if "numpy" in sys.modules:
 # the end of a process would be no cell's answer
 os._exit = sys.exit
 os.getpid = os.getppid = os.getuid = os.geteuid = lambda: 2
-names = {{"__name__": "__main__"}}
+sys.stderr = sys.stdout
+# where unittest, doctest, timeit and pickle look for names
+main = sys.modules["__main__"] = types.ModuleType("__main__")
+names = main.__dict__
 def run(cell):
     tree = ast.parse(cell, "<cell>")
     shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

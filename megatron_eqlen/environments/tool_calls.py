@@ -82,7 +82,7 @@ def _read(text: str) -> ToolCall:
 def tool[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """Make a method a tool. Its name, docstring and type hints are the schema; the policy reads what it
     returns, as JSON if that is no text, and the message of a ToolError that it raises."""
-    method.__dict__["is_tool"] = True
+    getattr(method, "__func__", method).__dict__["is_tool"] = True  # of a static method, too
     return method
 
 
@@ -97,7 +97,9 @@ class ToolEnvironment(Environment):
         super().__init_subclass__(**options)
         # Base classes first, each class's methods as they stand; an override keeps its place.
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
-        methods = {name: method for name in names if hasattr(method := getattr(cls, name), "is_tool")}
+        found = [name for name in names if hasattr(getattr(cls, name), "is_tool")]
+        # as an instance has them, without ``self``
+        methods = {name: inspect.getattr_static(cls, name).__get__(0, cls) for name in found}
         if waits := [name for name, method in methods.items() if inspect.iscoroutinefunction(method)]:
             expected = "expected a tool that returns its answer"
             raise TypeError(f"{cls.__name__}.{waits[0]}: {expected}, found async")
@@ -140,8 +142,10 @@ class ToolEnvironment(Environment):
 def _arguments_of(method: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
     hints = get_type_hints(method, include_extras=True)
     fields: dict[str, Any] = {}
-    # Without ``self``.
-    for name, parameter in [*inspect.signature(method).parameters.items()][1:]:
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            expected = "expected a tool whose arguments have names"
+            raise TypeError(f"{method.__qualname__}: {expected}, found {parameter}")
         hint = hints.get(name, Any)
         fields[name] = hint if parameter.default is parameter.empty else NotRequired[hint]
     # A TypedDict checks the arguments as one object: missing, unknown and wrong ones are told together.

@@ -45,12 +45,11 @@ def evaluate(
     also of the manifest's questions. Raises UnscoredError if all are.
     """
     sampling = recipe.of_benchmark(benchmark)
-    seed = recipe.seed + EVALUATION_SEED
     plan = HarvestPlan(
         share(problems),
         sampling,
         eos_token_ids,
-        seed,
+        recipe.seed + EVALUATION_SEED,
         keeps_columns=lambda prompt, index: False,  # no evaluation reads them
         conversations=conversations and replace(conversations, own_seeds=True),
     )
@@ -63,13 +62,12 @@ def evaluate(
     # Each rank scores the problems that it grades, and all ranks gather the answers.
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
-    zero = recipe.reward.on_error == "zero"
     # Completions without a reward, such as those whose grader failed, unless they count as 0.
-    lost = [[part.grade for part in group.unscored() if not zero] for group in groups]
-    gathered = gather(list(zip(map(_answers, groups), map(_grader, groups), lost, strict=True)))
+    lost = [[part.grade for part in group.unscored() if recipe.reward.on_error != "zero"] for group in groups]
+    graders = [{part.grade.grader for part in group.parts if part.grade} for group in groups]
+    gathered = gather(list(zip(map(_answers, groups), graders, lost, strict=True)))
     # avg@k needs k rewards: a problem with a lost one is left out.
     answers = {answer.prompt_id: answer for answer, _, lost in gathered if not lost}
-    graders = sorted({grader for _, grader, _ in gathered} - {""})
     causes = [f"{lost[0].detail} ({answer.prompt_id})" for answer, _, lost in gathered if lost]
     if causes:
         left = f"{benchmark.name}: {len(causes)} of {len(problems)} problems are left out: {causes[0]}"
@@ -82,7 +80,10 @@ def evaluate(
         # In the order of the benchmark: replicas answer in any order.
         answers=[answers[problem.prompt_id] for problem in problems],
         manifest=subject(benchmark, recipe, engine.policy_version)
-        | {"question_ids": [problem.prompt_id for problem in problems], "graders": graders},
+        | {
+            "question_ids": [problem.prompt_id for problem in problems],
+            "graders": sorted({name for _, names, _ in gathered for name in names}),
+        },
     )
 
 
@@ -113,7 +114,3 @@ def _verdict(completion: Part) -> str:
         return "truncated"
     assert completion.grade is not None, "an ended completion was not scored"
     return completion.grade.verdict
-
-
-def _grader(group: Rollout) -> str:
-    return next((part.grade.grader for part in group.parts if part.grade), "")

@@ -197,10 +197,11 @@ def by_benchmark(path: Path) -> dict[str, EvaluationResult]:
 
 
 def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, str]:
-    """Return the sha256 of a benchmark's file, or of every file in its folder, or of the ``chosen`` ones."""
+    """Return the sha256 of a benchmark's file, of its folder's (not of hidden ones), or of the ``chosen``."""
+    # hidden: ``.cache`` of ``hf download``, which holds the time
     every = path.rglob("*") if path.is_dir() else [path]
-    files = sorted(file for file in chosen or every if file.is_file())
-    return {str(f.relative_to(path.parent)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    files = {str(file.relative_to(path.parent)): file for file in sorted(chosen or every) if file.is_file()}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest() for n, f in files.items() if "/." not in n}
 
 
 # ---- a run's evaluations ---------------------------------------------------------------------------------

@@ -266,11 +266,9 @@ class Dialogues:
     def metrics(self, counts: Mapping[str, int]) -> Metrics:
         if self.conversations is None:
             return {}
-        metrics = {
-            "environment/seconds": fmean(self._called or [0.0]),
-            "environment/waited": fmean(self._waited or [0.0]),
-        }
-        return metrics | {f"environment/{name}": counts[name] for name in COUNTED}
+        metrics = {"seconds": fmean(self._called or [0.0]), "waited": fmean(self._waited or [0.0])}
+        metrics |= {name: counts[name] for name in COUNTED}
+        return {f"environment/{name}": value for name, value in metrics.items()}
 
 
 def path_of(harvester: Harvester, track: Track) -> Tokens:

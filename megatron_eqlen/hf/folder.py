@@ -3,6 +3,7 @@ holds every trained tensor of a model. Training, conversion and weight sync shar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -139,7 +140,7 @@ class FolderWriter:
         self._bytes += held.nbytes
         self._missing[entry.file].discard(name)
         if not self._missing[entry.file]:
-            save_file(self._held.pop(entry.file), self.path / entry.file, metadata={"format": "pt"})
+            save_tensors(self._held.pop(entry.file), self.path / entry.file)
 
     def finish(self) -> None:
         """Copy the tensors that were not written, the index and the other files from the source."""
@@ -162,6 +163,28 @@ class FolderWriter:
             (wider,) = self._wider  # of at_least and one dtype of the source
             config = self.path / "config.json"
             write_json(config, _of_dtype(read_json(config), str(wider).removeprefix("torch.")))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise CheckpointError with the free disk space if the block cannot write ``path``: neither torch nor
+    safetensors raises OSError for a full disk."""
+    from torch.distributed.checkpoint.api import CheckpointException  # slow to import
+
+    try:
+        yield
+    except (CheckpointException, SafetensorError, OSError) as error:
+        # torch's is on every rank, and has the reasons on rank 0 alone
+        reasons = [*getattr(error, "failures", {0: (error,)}).values(), ("see the message of rank 0",)]
+        free = shutil.disk_usage(path.parent).free / 1e9
+        raise CheckpointError(f"{path}: could not be written: {reasons[0][0]} ({free:.2f} GB free)") from None
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file with the rights of its folder: the library makes it its owner's alone."""
+    with writing(file):
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def _of_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -279,10 +302,8 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
     if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
         by_name["output_layer.weight"] = embedding(model)
         _check_tied(folder, weights[0])
-    carried = UNTRAINED
-    if model.family.glm:
-        # GLM's layer after the last, which predicts further tokens.
-        carried += (f"{model.prefix}layers.{model.num_hidden_layers}.",)
+    # GLM's layer after the last predicts further tokens.
+    carried = UNTRAINED + (f"{model.prefix}layers.{model.num_hidden_layers}.",) * model.family.glm
     # A head may be stored beside tied embeddings: ``_check_tied`` has compared them.
     expected = {name for weight in weights for name in weight.hf} | {HEAD}
     unused = [name for name in folder.entries if name not in expected and not name.startswith(carried)]

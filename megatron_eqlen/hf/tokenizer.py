@@ -208,6 +208,8 @@ def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     added = backend.get_added_tokens_decoder().keys()
     config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # as Transformers reads older folders
+        config |= _read_json(folder / "special_tokens_map.json")
     # text, or a record of an added token
     names = (config.get(key) or None for key in ("eos_token", "pad_token"))
     texts = (name["content"] if isinstance(name, dict) else name for name in names)
@@ -281,7 +283,7 @@ def _with_arguments(turn: Turn, as_json: bool) -> Turn:
 
 def _as_set(value: Any, where: Path) -> frozenset[int]:
     tokens = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+    if not all(type(token) is int and token >= 0 for token in tokens):
         raise ValueError(f"{where}: eos_token_id: expected token ids, found {value!r}")
     return frozenset(tokens)
 

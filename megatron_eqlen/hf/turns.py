@@ -46,7 +46,7 @@ def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = 
         for key in message.keys() - TAKEN if thoughts else ("content", "tool_calls"):
             for said in _texts(message.get(key)):
                 # Templates may write thinking apart from what is said, so each part is looked for alone.
-                parts = re.split("|".join(THINKING), said)
+                parts = re.split("|".join(THINKING), said.replace(BREAK, ""))
                 for part in parts if thoughts or message["role"] != "assistant" else parts[-1:]:
                     # Arguments are written as JSON, with or without escapes.
                     forms = (json.dumps(part.strip(), ensure_ascii=escape)[1:-1] for escape in (True, False))

@@ -14,17 +14,17 @@ from __future__ import annotations
 import hashlib
 from contextlib import nullcontext
 from functools import reduce
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder
+from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder, writing
 from megatron_eqlen.models import checkpoint_folder, lora
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import (
@@ -36,6 +36,7 @@ from megatron_eqlen.models.megatron_checkpoint import (
     read_metadata,
     sharded_weights,
     together,
+    usual_dtype,
     widest_dtype,
 )
 from megatron_eqlen.models.names import local_parameters
@@ -65,7 +66,7 @@ def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe
         parameter.data = parameter.data.to(dtypes[name])
     load_hf(chunks, source)
     dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
-    with new_folder(out) if dist.get_rank() == 0 else nullcontext() as made:
+    with new_folder(out) if dist.get_rank() == 0 else nullcontext() as made, writing(out):
         partial = Path(agree(lambda: str(made)))
         dist_checkpointing.save(_state(chunks), str(partial))
         if made is not None:
@@ -80,10 +81,9 @@ def megatron_to_hf(
     """Convert a checkpoint to a Hugging Face folder like ``source``, its origin, whose dtypes it has, unless
     weights were trained in a wider one. Raises CheckpointError."""
     refuse_existing(Path(out))
-    chunks, _ = _loaded(checkpoint, source, parallel)
-    dtype = next(chunks[0].parameters()).dtype
-    stored = {entry.dtype for entry in HFFolder(source).entries.values()}
-    save_hf(chunks, source, out, None if dtype in map(DTYPES.get, stored) else dtype)
+    chunks, _, dtype = _loaded(checkpoint, source, parallel)
+    largest = max(HFFolder(source).entries.values(), key=lambda entry: prod(entry.shape))
+    save_hf(chunks, source, out, None if dtype == DTYPES[largest.dtype] else dtype)
 
 
 def megatron_to_peft(
@@ -91,7 +91,7 @@ def megatron_to_peft(
 ) -> None:
     """Convert adapters of the model in the folder ``source`` to a PEFT folder. Raises CheckpointError."""
     refuse_existing(Path(out))
-    chunks, adapters = _loaded(checkpoint, source, parallel)
+    chunks, adapters, _ = _loaded(checkpoint, source, parallel)
     if adapters is None:
         raise CheckpointError(f"{checkpoint}: expected a checkpoint of adapters, found one of all weights")
     save_adapters(chunks, adapters, source, Path(out))
@@ -105,12 +105,12 @@ def verify_hash(
     ``megatron_to_hf``. Raises CheckpointError with the first tensor that differs."""
     stored = HFFolder(folder)
     check_folder(stored, read_config(folder))
-    chunks, _ = _loaded(checkpoint, source, parallel)
+    chunks, *_ = _loaded(checkpoint, source, parallel)
     digest, different = hashlib.sha256(), None
     for name, tensor in export_hf(chunks):
         expected = stored.tensor(name)
         wide = torch.promote_types(tensor.dtype, expected.dtype)  # so that a rounded one differs
-        bits, expected_bits = _bits(tensor.to(wide)), _bits(expected.to(wide))
+        bits, expected_bits = (t.to(wide).reshape(-1).view(torch.uint8) for t in (tensor, expected))
         if not torch.equal(bits, expected_bits):
             different = different or name  # other ranks need this one to the end
         digest.update(name.encode() + bits.numpy().tobytes())
@@ -153,8 +153,8 @@ def check_logits_are_comparable(checkpoint: str | Path) -> Path:
 @torch.no_grad()
 def _loaded(
     checkpoint: str | Path, source: str | Path, parallel: ParallelRecipe
-) -> tuple[list[PolicyModel], LoraRecipe | None]:
-    """Return the model with the checkpoint's weights, and the recipe of its adapters if it has some."""
+) -> tuple[list[PolicyModel], LoraRecipe | None, torch.dtype]:
+    """Return the model with the checkpoint's weights, the recipe of its adapters or None, its usual dtype."""
     folder, model = HFFolder(source), read_config(source)
     check_folder(folder, model)
     path = together(lambda: find_checkpoint(checkpoint))
@@ -163,17 +163,16 @@ def _loaded(
     chunks = build_model(model, parallel, dtype, separate_norms=adapters is not None)
     if adapters is None:
         _load_weights(chunks, path)
-        return chunks, None
+        return chunks, None, usual_dtype(metadata)
     # adapters alone are in the checkpoint: the frozen weights come from the folder
     load_hf(chunks, source)
     lora.add_adapters(chunks, adapters, seed=0)
-    states = [lora.sharded_state_dict(chunk) for chunk in chunks]
-    check_weights(path, metadata, states)
-    state = {str(number): part for number, part in enumerate(states)}
+    state = {str(number): lora.sharded_state_dict(chunk) for number, chunk in enumerate(chunks)}
+    check_weights(path, metadata, [*state.values()])
     loaded = load_sharded(state, path)
     for number, chunk in enumerate(chunks):
         lora.load_state_dict(chunk, loaded[str(number)])
-    return chunks, adapters
+    return chunks, adapters, usual_dtype(metadata)
 
 
 def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
@@ -187,7 +186,3 @@ def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
 def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[str, dict]:
     options = checkpoint_metadata()
     return {str(n): sharded_weights(chunk, options, stored) for n, chunk in enumerate(chunks)}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -150,9 +150,16 @@ def adapters_of(path: Path, metadata: Metadata) -> LoraRecipe | None:
 
 def widest_dtype(metadata: Metadata) -> torch.dtype:
     """Return a dtype that holds every weight of a checkpoint without rounding."""
-    dtypes = [stored.properties.dtype for stored in _weights(metadata).values()]
+    weights = _weights(metadata).items()
+    # a router's bias is not trained, and float32 in any model
+    dtypes = [stored.properties.dtype for key, stored in weights if not key.endswith("expert_bias")]
     dtype = reduce(torch.promote_types, dtypes or [torch.float32])
     return dtype if dtype.is_floating_point else torch.float32
+
+
+def usual_dtype(metadata: Metadata) -> torch.dtype:
+    """Return the dtype of the largest weight of a checkpoint: others may be kept in a wider one."""
+    return max(_weights(metadata).values(), key=lambda stored: stored.size.numel()).properties.dtype
 
 
 def _weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_eqlen.files import new_folder, refuse_existing, write_json
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map, peft_config, peft_tensors
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.hf.folder import FolderWriter, HFFolder, check_folder, with_tied_head
+from megatron_eqlen.hf.folder import FolderWriter, HFFolder, check_folder, save_tensors, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.lora import Adapter, adapters, merged
@@ -74,7 +73,7 @@ def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str
     if dist.get_rank() == 0:
         with new_folder(out) as partial:
             named = {peft: tensors[own].clone() for adapter in which for peft, own in peft_tensors(adapter)}
-            save_file(named, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+            save_tensors(named, partial / PEFT_WEIGHTS)
             write_json(partial / "adapter_config.json", peft_config(which, lora.rank, lora.alpha, str(base)))
     dist.barrier()
 

@@ -29,11 +29,12 @@ from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives.advantages import dr_grpo, whiten
 from megatron_eqlen.objectives.aggregation import BatchSize, Member
 from megatron_eqlen.objectives.objective import Objective, ResolvedRecipe
-from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
+from megatron_eqlen.objectives.parts import FAILURES, checked_advantages, checked_weight, described
 from megatron_eqlen.objectives.registry import is_on_policy
 from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.processes.collector import collector_paused
+from megatron_eqlen.processes.failures import text_of
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
@@ -55,8 +56,7 @@ def build_minibatches(
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
     Minibatches without a prompt are left out. ``policy_version``: of the trained weights; with it the metrics
     say how stale tokens are. ``gather`` joins the lists of all ranks. ``rank``: this one, which compares the
-    rollouts whose arrays it has and gets the trees of others; None: it compares all. Raises ValueError for an
-    ungraded response.
+    rollouts whose arrays it has and gets the trees of others; None: all. ValueError for an ungraded response.
     """
     objective, homes = job.objective, {rollout.home for rollout in rollouts if rollout.parts}
     together = objective.whitened or job.recipe.equal_length.baseline == "streams"
@@ -207,18 +207,21 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
         # [names][members], each with its weight
         of_names = [[weight * v for v in _advantages(named, objective)] for weight, named in unit.apart]
         return [sum(values) for values in zip(*of_names, strict=True)]
-    if unit.baseline is None:
-        # copies: an estimator of a user's own may sort what it gets
-        advantages = objective.advantage([*unit.rewards], [*unit.lengths])
-    else:
-        # a member against its baseline alone: the estimator sees a pair of the two rewards
-        members = zip(unit.rewards, unit.lengths, strict=True)
-        advantages = [objective.advantage([r, unit.baseline], [length] * 2)[0] for r, length in members]
 
     def where() -> str:
         part = described(objective.advantage)
         return f"prompt {unit.prompt_id}: advantage {part} of rewards {unit.rewards}"
 
+    try:
+        if unit.baseline is None:
+            # copies: an estimator of a user's own may sort what it gets
+            advantages = objective.advantage([*unit.rewards], [*unit.lengths])
+        else:
+            # a member against its baseline alone: the estimator sees a pair of the two rewards
+            members = zip(unit.rewards, unit.lengths, strict=True)
+            advantages = [objective.advantage([r, unit.baseline], [length] * 2)[0] for r, length in members]
+    except (*FAILURES, ValueError) as error:
+        raise ValueError(f"{where()}: {type(error).__name__}: {text_of(error)}") from error
     return checked_advantages(advantages, len(unit.nodes), where)
 
 

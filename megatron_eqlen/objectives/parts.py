@@ -38,6 +38,8 @@ PARTS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
 """Field of ``Objective`` -> (key of ``loss``, built-in parts by name)."""
 BUILT_IN = f"{__package__}."
 """Start of the module names of built-in parts."""
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+"""Errors of a user's own parts that name neither part nor prompt."""
 
 
 def named_parts(loss: LossRecipe) -> dict[str, Callable[..., Any]]:
@@ -76,7 +78,7 @@ def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
         if not part.__module__.startswith(BUILT_IN):
             try:
                 _TRIALS[field](part)
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            except FAILURES as error:
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}"
                 raise ValueError(f"{field} {described(part)}: {where}: {text_of(error)}") from error

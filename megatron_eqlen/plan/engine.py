@@ -75,7 +75,8 @@ def kv_bytes_per_token(job: Job) -> float:
     """Return the bytes of keys and values per token, for all attention layers on one GPU."""
     recipe, model = job.recipe, job.model
     heads = max(1.0, model.num_key_value_heads / recipe.rollout.tensor_parallel)
-    return 2 * attention_layers(model) * heads * model.head_dim * BYTES[recipe.model.dtype]
+    in_fp8 = str(recipe.rollout.vllm.get("kv_cache_dtype")).startswith("fp8")
+    return 2 * attention_layers(model) * heads * model.head_dim * (1 if in_fp8 else BYTES[recipe.model.dtype])
 
 
 def requested(recipe: Recipe) -> float:

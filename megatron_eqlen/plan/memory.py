@@ -58,7 +58,7 @@ class Memory:
         over = {phase: need for phase, need in self.phases.items() if need > self.usable}
         problems = [f"{phase}: {_gb(need)} of {_gb(self.usable)} usable" for phase, need in over.items()]
         if recipe.colocated or (servers and recipe.generates):
-            where = "start" if recipe.colocated else "servers"
+            where = "start" if recipe.colocated else "servers on GPUs of this size"
             problems += (f"{where}: {text}" for text in self._engine_problems())
         return problems
 

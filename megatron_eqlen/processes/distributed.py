@@ -60,10 +60,11 @@ def host() -> dist.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Destroy the default group and all other groups."""
+    """Destroy the default group and all other groups, if ``join`` has made them."""
     global _host
     _host = None
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def world_size() -> int:

@@ -69,6 +69,8 @@ def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe
 def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
     """Yield violations of Megatron-Core's two divisions of the ranks: for dense layers and for experts."""
     tensor, pipeline = parallel.tensor, parallel.pipeline
+    if parallel.sequence and tensor == 1:
+        yield "parallel.sequence: true divides rows over parallel.tensor ranks, at least 2, found 1"
     # Dense layers: tensor x pipeline ranks hold the model once, and the rest is data-parallel.
     if processes % (ranks := tensor * pipeline):
         yield (

@@ -572,7 +572,7 @@ class ParallelRecipe(Section):
     expert_tensor: PositiveInt = 1
     """GPUs that share each matrix of an expert (ETP)."""
     sequence: bool | None = None
-    """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
+    """Sequence parallel, which needs ``tensor`` > 1; default: on in MoE models and on GPUs."""
     recompute: Literal["none", "mlp", "full"] = "none"
     """Part that the backward pass recomputes: nothing, each layer's MLP or experts, or whole layers."""
     fusions: bool | None = None

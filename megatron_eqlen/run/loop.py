@@ -111,9 +111,7 @@ def evaluate_only(job: Job, out: Path, run: Path) -> None:
     with Session(job) as session:
         session.keep_date(run)
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
-        if results:
-            rank_seconds = metrics["time/evaluate"] * distributed.world_size()
-            session.progress.say(leaderboard(results, rank_seconds))
+        session.progress.say(leaderboard(results, metrics["time/evaluate"] * distributed.world_size()))
 
 
 def _require_sampling(job: Job, option: str) -> None:

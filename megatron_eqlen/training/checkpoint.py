@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eqlen.files import (
     CheckpointError,
@@ -36,6 +35,7 @@ from megatron_eqlen.files import (
     step_number,
     unused,
 )
+from megatron_eqlen.hf.folder import writing
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded, together
 from megatron_eqlen.processes.distributed import agree, gather
@@ -64,15 +64,11 @@ class Saving:
     def finish(self) -> Metrics:
         """Wait until every rank has written its part, and put the checkpoint in force. Collective."""
         self._thread.join()
-        with self._made:
+        with self._made, writing(self.final):
             if failures := gather([str(self._failure)] if self._failure else []):
-                raise self._not_written(failures[0])
+                raise OSError(failures[0])
             for finalize in self._request.finalize_fns:
-                try:
-                    finalize()
-                except CheckpointException as error:  # on every rank; only rank 0 has the reasons
-                    reasons = [str(reason) for reason, _ in error.failures.values()]
-                    raise self._not_written(reasons[0] if reasons else "see the message of rank 0") from None
+                finalize()
             parts = gather([(self._seconds, self._written)])
             manifest = {name: entry for _, part in parts for name, entry in part.items()}
             if dist.get_rank() == 0:
@@ -92,11 +88,6 @@ class Saving:
             "checkpoint/bytes": float(size),
             "checkpoint/write_seconds": max(seconds for seconds, _ in parts),
         }
-
-    def _not_written(self, reason: str) -> CheckpointError:
-        """Return the error with the free disk space: torch's writer does not report a full disk."""
-        free = shutil.disk_usage(self.final.parent).free
-        return CheckpointError(f"{self.final}: could not be written: {reason} ({free / 1e9:.2f} GB free)")
 
     def _write(self, *arguments: Any) -> None:
         """Write this rank's files and compute their checksums."""

@@ -801,6 +801,7 @@ def test_a_server_that_accepts_and_never_answers_is_left_out_and_asked_less_pati
     ([5], {"extra_args": {"eqlen_seed": "x"}}, r"extra_args\.eqlen_seed"),
     ([5], {"extra_args": {"eqlen_seed": True}}, r"extra_args\.eqlen_seed"),
     ([5], {"extra_args": {"eqlen_seed": -1}}, r"extra_args\.eqlen_seed"),
+    ([5], {"extra_args": {"eqlen_seed": 1}, "temperature": 0.0}, "temperature"),
 ])  # fmt: skip
 def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, field):
     from vllm import SamplingParams
@@ -811,3 +812,27 @@ def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, 
     refuse_unfit([0, 95], SamplingParams(seed=7, extra_args={"eqlen_seed": 2**64 - 1}), 96)
     with pytest.raises(VLLMValidationError, match=f"^{field}: expected"):
         refuse_unfit(token_ids, SamplingParams(**params), 96)
+
+
+def test_rows_that_nobody_has_fetched_are_joined_by_completion(monkeypatch):
+    """Of a request for several (``n``), which a run never sends."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.output_processor import RequestState
+
+    from megatron_eqlen.engines.server import requests
+
+    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)
+    monkeypatch.setattr(RequestState, "_new_completion_output", RequestState._new_completion_output)
+    requests.stream()
+    waiting = None
+    for number, (index, rows) in enumerate([(1, None), (0, [3]), (1, [4]), (0, [5, 6]), (1, [])]):
+        routes = None if rows is None else np.array(rows)
+        output = RequestOutput(
+            "r", None, [5], None, [CompletionOutput(index, "", [number], None, None, routes)], finished=False
+        )
+        if waiting is None:
+            waiting = output
+        else:
+            waiting.add(output, aggregate=True)
+    found = {of.index: (of.token_ids, of.routed_experts.tolist()) for of in waiting.outputs}
+    assert found == {1: ([0, 2, 4], [4]), 0: ([1, 3], [3, 5, 6])}

@@ -10,7 +10,9 @@ import pytest
 import torch
 from vllm import ir
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.engines.cpu.runner import PROVIDER, choose_kernels
 from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, keep, mix, uniform
@@ -120,6 +122,18 @@ def test_vllms_dummy_run_has_no_rows_of_ours():
     batch = SimpleNamespace(req_ids=[], num_tokens_no_spec=np.zeros(8, np.int64))
     sampler = PathSampler(SimpleNamespace(input_batch=batch, requests={}), keep_masks=True)
     assert sampler._blocks(8, 100) == []
+
+
+def test_a_row_beside_anothers_is_drawn_where_nobody_asks_for_log_probs(monkeypatch):
+    requests = {"theirs": SamplingParams(), "ours": SamplingParams(extra_args={SEED: 1})}
+    requests = {name: SimpleNamespace(sampling_params=params) for name, params in requests.items()}
+    batch = SimpleNamespace(req_ids=[*requests], num_tokens_no_spec=np.full(2, 5))
+    sampler = PathSampler(SimpleNamespace(input_batch=batch, requests=requests), keep_masks=False)
+    theirs = SamplerOutput(torch.tensor([[7], [7]], dtype=torch.int32), None)
+    monkeypatch.setattr(Sampler, "forward", lambda *_: theirs)
+    logits = torch.full((2, 9), -100.0).index_fill(1, torch.tensor([4]), 0.0)
+    metadata: Any = SimpleNamespace(max_num_logprobs=None)
+    assert sampler.forward(logits, metadata).sampled_token_ids.tolist() == [[7], [4]]
 
 
 def test_the_draws_of_paths_and_positions_are_independent_uniforms():

@@ -388,6 +388,14 @@ def test_an_agent_whose_arguments_do_not_fit_is_refused(tokenizer):
         played(tokenizer, "talks", options=options)
 
 
+@pytest.mark.parametrize("said", ['{"tools": []}', '["add"]', '[{"name": "add", "inputSchema": {}}]'])
+def test_schemas_of_another_form_are_refused_by_file(tokenizer, tmp_path, said):
+    (tmp_path / "tools.json").write_text(said)
+    found = re.escape(str(json.loads(said)).strip("[]"))
+    with pytest.raises(ValueError, match=f"tools.json: expected a list as .*, found '?{found}"):
+        played(tokenizer, "calls", tools={"tools": str(tmp_path / "tools.json")})
+
+
 def test_text_that_is_no_call_stays_text():
     said = {"role": "assistant", "content": "b <tool_call>{</tool_call>", "reasoning_content": "a"}
     assert as_message("a\n</think>\n\nb <tool_call>{</tool_call>", 0, True) == said

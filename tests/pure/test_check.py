@@ -247,7 +247,7 @@ def test_servers_that_would_not_fit_on_these_gpus_may_be_on_others(large, monkey
     server = ["rollout.engine=server", "rollout.servers=[http://a:1]", "rollout.gpu_memory_utilization=0.99"]
     served = with_recipe(large, *server)
     assert served.job is not None
-    assert memory(served.job).problems()[0].startswith("servers: ")
+    assert memory(served.job).problems()[0].startswith("servers on ")
     assert finding(machine.gpu_memory(served)).state == "ok"
 
 

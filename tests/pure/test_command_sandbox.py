@@ -75,6 +75,12 @@ def test_arguments_stdin_environment_and_readable_places_arrive(sandbox, tmp_pat
     for readable, root in (("/nowhere", False), ("/work/x", False), ("/root/x", True), ("/tmp", True)):
         with pytest.raises(ValueError, match=f"this machine to read, outside /.*, found '{readable}'"):
             sandbox.command(Command(["true"], readable=[readable], root=root), EMPTY_FOLDER, SMALL)
+    # behind links, which lead nowhere there
+    (tmp_path / "home").symlink_to(tmp_path)
+    (tmp_path / "venv").symlink_to("shown")
+    places = [f"{tmp_path}/home/home/", f"{tmp_path}/home/venv"]
+    asked = Command(["cat", f"{places[0]}/shown", places[1]], readable=places)
+    assert sandbox.command(asked, EMPTY_FOLDER, SMALL).output == "seenseen"
     missing = sandbox.command(Command(["no-such-program"]), EMPTY_FOLDER, SMALL)
     assert (missing.code, missing.output) == (127, "no-such-program: No such file or directory\n")
 
@@ -182,6 +188,11 @@ LIMITED = {
     "memory of one process": ("python3 -c 'x = bytearray(1 << 30)'", "ended", "MemoryError"),
     "memory of many": ("for i in 1 2 3 4; do python3 -c 'import time; x = b\"x\" * (120 << 20); "
                        "time.sleep(6)' & done; wait", "memory_limit", ""),
+    "memory beside its own": ("python3 -c 'import mmap, time; m = mmap.mmap(-1, 300 << 20); time.sleep(6)'",
+                              "memory_limit", ""),
+    "memory that forks share": ("python3 -c 'import os, time\nx = b\"x\" * (120 << 20)\nfor n in 1, 2, 3:\n"
+                                " os.fork() or (time.sleep(1), os._exit(0))\nos.wait()\nprint(len(x))'",
+                                "ended", "125829120"),
     "time": ("sleep 60", "time_limit", ""),
     "endless output": ("yes", "time_limit", "bytes left out"),
 }  # fmt: skip
@@ -196,6 +207,11 @@ def test_limits_hold_and_the_next_command_works(sandbox, name):
     assert len(end.output) < 2 * SMALL.output_bytes
     assert len(end.folder) < 2 * SMALL.folder_mb * MIB
     assert run(sandbox, "echo ok", end.folder).output == "ok\n"
+
+
+def test_the_limit_of_time_is_the_clocks_alone(sandbox):
+    """The kernel's, in seconds of all threads, would end four busy ones in a fourth of it."""
+    assert run(sandbox, "ulimit -t").output == "unlimited\n"
 
 
 def test_no_process_outlives_its_command(sandbox):
@@ -252,7 +268,8 @@ def pack_folder_of(folder: bytes, tmp_path) -> bytes:
     place = tmp_path / "unpacked"
     place.mkdir()
     inside.unpack(io.BytesIO(folder), str(place), os.geteuid())
-    return pack_folder(place)
+    inside.pack(str(place), packed := io.BytesIO(), 1 << 30, opens=True)
+    return packed.getvalue()
 
 
 LONG = "FolderError: its files are longer than 16 MiB"
@@ -278,6 +295,13 @@ def test_equal_commands_leave_equal_folders(sandbox):
     assert run(sandbox, script).folder == run(sandbox, script).folder
 
 
+def test_what_was_written_later_is_newer_to_the_next_command(sandbox):
+    end = run(sandbox, "touch -d @1000.25 made; touch -d @1000.5 source; : > now; sleep 0.01; mkdir d")
+    again = run(sandbox, "[ source -nt made ] && ls; [ now -nt d ] || echo older", end.folder)
+    assert again.output == "d\nmade\nnow\nsource\nolder\n"
+    assert again.folder == end.folder
+
+
 def test_a_machine_that_refuses_is_named(monkeypatch):
     reason = "new namespaces (mount, process, network): Operation not permitted"
 
@@ -298,7 +322,7 @@ AS_ANOTHER_USER = """
 import os, sys
 from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, Sandbox, folder_files
 from megatron_eqlen.graders.sandbox.program import Isolation
-from tests.pure.test_command_sandbox import SMALL, run
+from tests.pure.test_command_sandbox import LIMITED, SMALL, run
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
 os.setresuid(54321, 54321, 54321)
@@ -309,6 +333,7 @@ print(said.output, said.left_running, again.status, again.output[:5], sep="", en
 asked = Command(["sh", "-c", "mkdir d; echo x > d/f; chmod 0 d/f d ."], container=["env"])
 boxed = made.command(asked, EMPTY_FOLDER, SMALL)
 print(boxed.unkept, folder_files(boxed.folder), run(made, "stat -c %a d", boxed.folder).output, end="")
+print(run(made, LIMITED["memory beside its own"][0]).status, end="")
 sys.stdout.flush()
 os._exit(0)
 """
@@ -320,5 +345,5 @@ def test_a_user_who_is_not_root_gets_the_same():
     command = [sys.executable, "-c", AS_ANOTHER_USER]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     expected = "1000\nbash: line 1: /x: Read-only file system\n2\n1time_limitkept\n"
-    expected += "None {'d/f': b'x\\n'} 0\n"
+    expected += "None {'d/f': b'x\\n'} 0\nmemory_limit"
     assert printed.stdout == expected, printed.stderr

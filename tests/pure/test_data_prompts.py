@@ -140,6 +140,7 @@ def test_a_padding_token_that_is_a_letter_is_text_and_an_id_out_of_range_is_refu
     ("tokenizer.json", '{"added_tokens": [], "model": {"type": "?"}}', "tokenizer.json: data did not match"),
     ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
     ("config.json", "3", "config.json: expected a JSON object, found a int"),
+    ("generation_config.json", '{"eos_token_id": true}', "eos_token_id: expected token ids, found True"),
 ])  # fmt: skip
 def test_a_damaged_tokenizer_is_named(folder, tmp_path, file, text, fault):
     shutil.copytree(folder, tmp_path / "model")
@@ -515,7 +516,7 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#0: .*:fails: KeyError"):
         first_rewards(whole, graded_by("fails"), scorer, tokenizer)
     whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=test.path)]
-    with pytest.raises(ValueError, match=r"benchmark b: .*test.jsonl: unusable rows {'missing_column': 1}"):
+    with pytest.raises(ValueError, match=r"benchmark b: .*test.jsonl: too few usable rows: 1 of .*"):
         first_rewards(whole, prompts, scorer, tokenizer)
 
 
@@ -785,6 +786,20 @@ def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
     benchmark = BenchmarkRecipe(name="b", reader="livecodebench", path=str(file), **dates)
     with pytest.raises(ValueError, match=r"parquet: expected .jsonl, found a parquet file: name"):
         read_benchmark(benchmark, recipe(source(file)), tokenizer)
+
+
+@pytest.mark.parametrize(("reader", "rows", "message"), [
+    ({"reader": "jsonl"}, [{"question": "1+1?"}, {"question": "1+2?", "answer": ""}],
+     r"2 of 2 rows are left out: .*; the first \w+ is .*rows.jsonl: rows.jsonl#\d: .*"
+     r"; evaluation.benchmarks\[\].columns takes other names"),
+    ({"reader": "livecodebench", "since": "2025-02-01", "until": "2025-05-31"},
+     [{"contest_date": "2024-08-03T00:00:00"}],
+     r"1 of 1 rows are left out: 1 date; the first date is .*: 2024-08-03 is not in 2025-02-01..2025-05-31$"),
+])  # fmt: skip
+def test_a_benchmark_without_usable_rows_says_why(tokenizer, tmp_path, reader, rows, message):
+    benchmark = BenchmarkRecipe(name="b", path=rows_in(tmp_path, rows).path, **reader)
+    with pytest.raises(ValueError, match=rf"^benchmark b: .*rows.jsonl: no usable row: {message}"):
+        read_benchmark(benchmark, recipe(source(tmp_path)), tokenizer)
 
 
 def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):

@@ -35,7 +35,7 @@ from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.hf.turns import require_end
+from megatron_eqlen.hf.turns import SAID, require_end
 from megatron_eqlen.job import Job
 from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -482,6 +482,9 @@ def test_given_tokens_continue_the_turn_as_the_template_does(tmp_path):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     whole = tokenizer.encode(tokenizer.render_chat([*chat, {"role": "tool", "content": "7 apples"}]))
     assert whole[-len(given) :] == given
+    # whatever a tool says: words of ours, too
+    odd = tokenizer.decode(given_tokens(tokenizer, Observation(f"7\ufdd0 {SAID}")))
+    assert odd == f"\n<|im_start|>tool\n7 {SAID}\n<|im_start|>assistant\n"
 
 
 TAGS = ["<tool_response>", "</tool_response>"]
@@ -692,6 +695,21 @@ def test_the_python_tool_shows_what_the_last_cell_prints_whatever_earlier_ones_d
     assert tool.step('{"name": "python", "arguments": {"code": "x"}}').content == "5", "as Llama 3 writes it"
 
 
+def test_the_python_tool_shows_errors_and_finds_names_where_modules_look_for_them(request):
+    request.addfinalizer(PythonTool.end)
+    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+    cells = (
+        ("import sys, traceback\ndef f():\n    '''>>> f()\n    2'''\n    return 1", "(no output)"),
+        ("import doctest\ndoctest.testmod(report=False).failed", "1"),
+        ("import timeit\ntimeit.timeit('f()', 'from __main__ import f', number=1) > 0", "True"),
+        ("class A: pass\nimport pickle\ntype(pickle.loads(pickle.dumps(A()))) is A", "True"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()", "division by zero"),
+        ("print('said', file=sys.stderr)", "said"),
+    )
+    for code, shown in cells:
+        assert run_cell(tool, code).endswith(shown), code
+
+
 UNSTEADY = (
     # without the last bits: where in its heap an object lies may differ, where the heap lies may not
     "class A: pass\nprint([id(it) >> 20 for it in (object(), [], A, A(), A.__init__, lambda: A, print)])",
@@ -785,6 +803,31 @@ def test_a_tool_that_must_be_awaited_is_refused():
                 return "found"
 
 
+def test_a_tool_may_be_static_and_its_arguments_have_names():
+    class Still(ToolEnvironment):
+        @staticmethod
+        @tool
+        def add(a: int, b: int = 2) -> int:
+            return a + b
+
+        @tool
+        @classmethod
+        def name(cls, mark: str) -> str:
+            return cls.__name__ + mark
+
+    assert [called(Still(QUESTION, 0), call) for call in (("add", {"a": 1}), ("name", {"mark": "!"}))] == [
+        "3",
+        "Still!",
+    ]
+    properties = [each["function"]["parameters"]["properties"].keys() for each in Still.tools]
+    assert properties == [{"a", "b"}, {"mark"}]
+    for method in (lambda self, *texts: "", lambda self, **texts: "", lambda self, text, /: ""):
+        with pytest.raises(
+            TypeError, match=r"<lambda>: expected a tool whose arguments have names, found .*text"
+        ):
+            type("Nameless", (ToolEnvironment,), {"find": tool(method)})
+
+
 @pytest.mark.parametrize(("guess", "shown"), [
     ("crane", "GGGGG"), ("eerie", "--Y-G"), ("nacre", "YYYYG"), ("added", "Y--Y-"), ("pills", "-----"),
 ])  # fmt: skip
@@ -845,9 +888,9 @@ def test_a_later_command_has_the_date_of_the_first_start_in_templates(tmp_path, 
     line = json.loads((tmp_path / events.FILE).read_text()) | {"time": 1e9}
     (tmp_path / events.FILE).write_text(json.dumps(line) + "\n")
     events.append(tmp_path, "step")
-    for name in ("Hold", "keep_inputs", "dump", "write_text", "start_prompts"):
+    for name in ("Hold", "keep_inputs", "dump", "write_text", "start_prompts", "leaderboard"):
         monkeypatch.setattr(loop, name, MagicMock())
-    monkeypatch.setattr(loop, "evaluate", lambda *_: ((), {}))
+    monkeypatch.setattr(loop, "evaluate", lambda *_: ((), {"time/evaluate": 1.0}))
     monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
     monkeypatch.setattr(distributed, "is_rank0", lambda: True)
     session = SimpleNamespace(tokenizer=tokenizer, progress=MagicMock())

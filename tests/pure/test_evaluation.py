@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_eqlen.cli import commands
+from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.evaluation import statistics
@@ -22,6 +24,7 @@ from megatron_eqlen.evaluation.result import (
     asked,
     compare,
     evaluation_files,
+    file_hashes,
     has_all,
     over_seeds,
     read_evaluations,
@@ -34,7 +37,7 @@ from megatron_eqlen.rewards.scoring import Scorer, UnscoredError
 from megatron_eqlen.run.evaluations import Evaluations, leaderboard
 from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.types import Delta, Prompt
-from tests.kit.recipes import SAMPLED, small
+from tests.kit.recipes import SAMPLED, SMALL, small
 from tests.pure.test_ahead import world_of_one
 
 __all__ = ["world_of_one"]
@@ -245,6 +248,13 @@ def test_a_stored_result_stands_until_its_file_changes(recipe):
     assert not stored.is_of(subject(recipe.evaluation.benchmarks[0], recipe, 0))
 
 
+def test_what_a_download_leaves_beside_a_benchmarks_files_is_no_part_of_it(tmp_path):
+    (tmp_path / "lcb/.cache/huggingface").mkdir(parents=True)
+    (tmp_path / "lcb/.cache/huggingface/test.jsonl.metadata").write_text("the time of the download")
+    (tmp_path / "lcb/test.jsonl").write_text("{}")
+    assert file_hashes(tmp_path / "lcb") == {"lcb/test.jsonl": hashlib.sha256(b"{}").hexdigest()}
+
+
 def test_a_result_of_a_commit_of_the_hub_is_of_a_recipe_that_names_none(recipe, tmp_path):
     benchmark = recipe.evaluation.benchmarks[0].model_copy(update={"revision": "b" * 40})
     pinned = recipe.model_copy(
@@ -324,6 +334,23 @@ def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult
         for n, column in enumerate(scores.T)
     ]
     return EvaluationResult("b", answers, {"question_ids": [answer.prompt_id for answer in answers]})
+
+
+def test_a_recipe_without_benchmarks_is_not_evaluated_in_silence(tmp_path, capsys):
+    (tmp_path / "small.yaml").write_text(json.dumps(SMALL | {"model": {"path": str(tmp_path)}}))
+    assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 2
+    expected = "small.yaml: evaluation.benchmarks: expected what to evaluate, found none"
+    assert expected in capsys.readouterr().err
+
+
+def test_what_a_recipe_trains_on_need_not_be_here_to_evaluate(tmp_path, monkeypatch):
+    """Nor is it downloaded: a training set has gigabytes."""
+    (tmp_path / "test.jsonl").write_text("{}")
+    benchmark = {"name": "b", "reader": "jsonl", "path": str(tmp_path / "test.jsonl")}
+    raw = SMALL | {"model": {"path": str(tmp_path)}, "evaluation": {"benchmarks": [benchmark]}}
+    (tmp_path / "small.yaml").write_text(json.dumps(raw | {"teacher": {"path": "none"}}))
+    monkeypatch.setattr(commands, "_on_ranks", lambda job, work: job.fetch() or 0)
+    assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 0
 
 
 def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_than_the_model():

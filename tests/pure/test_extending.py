@@ -156,6 +156,10 @@ def by_median_length(rewards, lengths):
     return [reward - lengths[0] / 10 for reward in rewards]
 
 
+def divides_by_two_less(rewards, lengths):
+    return [reward / (2 - max(rewards)) for reward in rewards]
+
+
 def none_above_one(rewards, lengths):
     return [None if reward > 1 else reward for reward in rewards]
 
@@ -315,6 +319,16 @@ def test_an_advantage_that_is_not_finite_is_refused_with_the_prompt_and_its_rewa
     mine = recipe(loss={"kl_coef": 0.0, "advantage": "mine.parts:huge_above_one"})
     with pytest.raises(ValueError, match=r"prompt .*: advantage huge_above_one of rewards \[2.0, 0.0\].*inf"):
         build_trees([group([2.0, 0.0])], mine)
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("mine.parts:divides_by_two_less", "ZeroDivisionError: "),
+    ("maxrl", "ValueError: advantage maxrl divides by the mean reward: .* at least 0, found -1"),
+])  # fmt: skip
+def test_an_advantage_that_fails_in_a_run_is_named_with_the_prompt_and_its_rewards(package, name, reason):
+    mine = recipe(sampling="independent", objective="dr_grpo", loss={"kl_coef": 0.0, "advantage": name})
+    with pytest.raises(ValueError, match=rf"prompt .*: advantage \w+ of rewards \[2.0, -1.0\]: {reason}"):
+        build_trees([group([2.0, -1.0])], mine)
 
 
 def test_an_advantage_that_is_no_number_is_refused_with_the_prompt_and_its_rewards(package):

@@ -22,13 +22,14 @@ $WHERE
 EOF
 WORKDIR /app
 COPY data/*.txt ./in/
-COPY --chown=1:1 data /data
+COPY --chown=1:1 --chmod=711 data /data
 EXPOSE 80
 CMD ["bash"]
 """
 TEST = """\
 #!/bin/bash
 printf '%s|' "$PWD" "$WHERE" "$NAME" "$OLD" "$COLOUR" "$(cat /srv/x/made /note /data/n.txt in/n.txt)"
+[ -e /srv/x/made -a -x /data/n.txt -a ! -x in/n.txt ] || exit
 [ "$(cat out)" = 3 ] && [ ! -e /tests/conftest.py ]
 echo $((1 - $?)) > /logs/verifier/reward.txt
 """
@@ -43,7 +44,8 @@ TASK = {
 CHANGED = {
     "runs": {},
     "unsolved": {"solution/solve.sh": None},
-    "parts": {"tests/test.sh": "#!/bin/sh\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
+    "parts": {"tests/test.sh": "#!/bin/sh\necho out not found\n"
+                               "\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
               "solution/solve.sh": None},
     "slow": {"tests/test.sh": "#!/bin/sh\nsleep 9", "task.toml": "[verifier]\ntimeout_sec = 1",
              "solution/solve.sh": None},
@@ -119,5 +121,6 @@ def test_tasks_become_rows_or_are_refused_by_reason(tmp_path, monkeypatch, capsy
     grade = task.grade()
     assert grade.reward == 0.0
     assert grade.detail.startswith("/app|/srv/x|a b|two words|it's red|made\n$WHERE\n1 2\n1 2|cat: out:")
-    assert call(task, "run", command="echo 3 > out; pwd") == "/app"
+    left = "mkdir /.tests; touch /.tests/conftest.py"
+    assert call(task, "run", command=f"{left}; echo 3 > out; pwd") == "/app"
     assert task.grade().reward == 1.0

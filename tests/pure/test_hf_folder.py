@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import INDEX, SINGLE, FolderWriter, HFFolder, check_folder
+from megatron_eqlen.hf.folder import INDEX, SINGLE, FolderWriter, HFFolder, check_folder, save_tensors
 from tests.kit.tiny_models import save_tiny
 
 HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
@@ -29,6 +29,15 @@ def test_malformed_files_are_named(tmp_path, content):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file, or truncated: "):
         HFFolder(tmp_path)
+
+
+@pytest.mark.parametrize(("rights", "expected"), [(0o755, 0o644), (0o2775, 0o664), (0o700, 0o600)])
+def test_weights_have_the_rights_of_their_folder(tmp_path, rights, expected):
+    """Whoever may read a configuration, a server of another user for instance, may read its weights."""
+    tmp_path.chmod(rights)
+    save_tensors({"w": torch.ones(2)}, tmp_path / SINGLE)
+    assert (tmp_path / SINGLE).stat().st_mode & 0o777 == expected
+    assert load_file(tmp_path / SINGLE)["w"].tolist() == [1, 1]
 
 
 @pytest.fixture

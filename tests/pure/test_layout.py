@@ -166,6 +166,8 @@ REFUSED = {
      "parallel.tensor: 4 does not divide the model's num_key_value_heads 2"),
     "tensor against linear heads": ("qwen3_next", {"parallel.tensor": 2, "parallel.sequence": False},
      "parallel.sequence: false with parallel.tensor 2"),
+    "rows of one rank": ("qwen3", {"parallel.sequence": True},
+     "parallel.sequence: true divides rows over parallel.tensor ranks, at least 2, found 1"),
     "tensor and pipeline against processes": ("qwen3", {"parallel.pipeline": 3},
      "parallel: tensor 1 x pipeline 3 = 3 does not divide the 4 processes"),
     "experts against processes": ("qwen3_moe", {"parallel.expert": 8},

@@ -166,6 +166,10 @@ def test_the_kv_cache_of_a_token_is_that_of_its_heads_and_fewer_heads_than_ranks
     job = Job(load(ROOT / "recipes/qwen3_32b.yaml", [f"rollout.tensor_parallel={ranks}"]))
     vars(job)["model"] = replace(job.model, num_key_value_heads=heads)
     assert engine.kv_bytes_per_token(job) == bytes_per_token
+    in_fp8 = Job(job.recipe.model_copy(update={"rollout": job.recipe.rollout.model_copy(
+        update={"vllm": {"kv_cache_dtype": "fp8_e4m3"}})}))  # fmt: skip
+    vars(in_fp8)["model"] = job.model
+    assert engine.kv_bytes_per_token(in_fp8) == bytes_per_token / 2
 
 
 def test_a_sequence_of_a_hybrid_model_keeps_a_state_for_each_layer_of_gated_deltanet():
@@ -396,12 +400,11 @@ def test_weights_and_cache_of_a_server_must_fit_on_gpus_like_the_trainers():
         planned("qwen3_next_80b_servers.yaml", f"rollout.tensor_parallel={ranks}") for ranks in (1, 2, 4)
     ]
     assert [len(need.problems()) for need in parts] == [1, 1, 0]
-    assert (
-        parts[0].problems()[0].startswith("servers: -85.0 GB are left for the KV cache, and the longest path")
-    )
+    where = "servers on GPUs of this size"
+    assert parts[0].problems()[0].startswith(f"{where}: -85.0 GB are left for the KV cache, and the longest")
     full = planned("qwen3_next_80b_servers.yaml", "rollout.gpu_memory_utilization=0.99")
     assert full.problems() == [
-        "servers: vLLM wants 85.0 GB free (rollout.gpu_memory_utilization 0.99), found 84.4 GB"
+        f"{where}: vLLM wants 85.0 GB free (rollout.gpu_memory_utilization 0.99), found 84.4 GB"
     ]
 
 

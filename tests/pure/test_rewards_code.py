@@ -92,6 +92,7 @@ def test_extraction_takes_linear_time(line):
     ("1  2", "1 2", True),
     ("a  b", "a b", False),  # text lines are compared as they are
     ("nan", "nan", True), ("", "", True), ("1 2 3", "1 2", False),
+    ("inf 1.0", "Infinity 1", True), ("-inf 1", "inf 1", False), ("nan 1", "NaN 1", False),
 ])  # fmt: skip
 def test_livecodebench_comparison(printed, expected, same):
     assert same_output(printed, expected) is same
@@ -109,7 +110,15 @@ def checked(grader, cases):
 def test_decimals_on_stdout_have_the_tolerance_of_apps_by_its_rules_alone(grader, rules):
     """numpy.allclose, which its checker takes: |a - b| <= 1e-8 + 1e-5 |b|."""
     close = [("0.3000001", "0.3"), ("1000.009", "1000"), ("0.00000001", "0")]
-    other = [("1000.011", "1000"), ("0.00000003", "0"), ("1e400", "1"), ("1e9999999", "1"), ("x", "X")]
+    other = [
+        ("5", "inf"),
+        ("-inf", "inf"),
+        ("1000.011", "1000"),
+        ("0.00000003", "0"),
+        ("1e400", "1"),
+        ("1e9999999", "1"),
+        ("x", "X"),
+    ]
     checked(grader, [
         (f"print({text!r})", CodeTests([""], [want], rules=rules),
          "passed" if rules == "apps" and (text, want) in close else "wrong_answer")
@@ -136,7 +145,7 @@ def test_verdicts_and_the_first_failing_test(grader):
     assert details["runtime_error"].startswith("test 3 of 3:")
     assert "ZeroDivisionError" in details["runtime_error"]
     assert "SyntaxError" in details["compile_error"]
-    assert all(grade.grader == "code-4" for grade in grades)
+    assert all(grade.grader == "code-5" for grade in grades)
     (wrong,) = checked(grader, [("def add(a, b):\n    return a - b", ADD_FUNCTION, "wrong_answer")])
     assert wrong.detail == "test 1 of 2: expected 5, found '-1'"
     assert [grade.verdict for grade in grader.grade(["I cannot."], [ADD])] == ["no_answer"]

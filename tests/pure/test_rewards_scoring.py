@@ -329,10 +329,12 @@ def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), Decimal("0.5")])
 def test_a_grade_may_have_numbers_of_other_kinds(number):
     """Records take Python's own alone, and so do logs."""
-    values: dict[str, Any] = {"reward": number, "answer": np.int64(42), "rewards": {"right": number}}
+    values: dict[str, Any] = {
+        "reward": number, "answer": np.int64(42), "rewards": {"right": number}, "seconds": number
+    }  # fmt: skip
     grade = Grade(verdict="scored", **values)
     assert [grade, json.loads(json.dumps(asdict(grade)))] == [
-        Grade(0.5, "scored", answer="42", rewards={"right": 0.5}), asdict(grade)
+        Grade(0.5, "scored", answer="42", seconds=0.5, rewards={"right": 0.5}), asdict(grade)
     ]  # fmt: skip
     assert {type(value) for value in (grade.reward, *grade.rewards.values())} == {float}
     nothing: Any = None

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -21,11 +22,12 @@ from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.megatron_checkpoint import content_metadata, find_checkpoint, load_sharded
 from megatron_eqlen.models.weights import export_hf
+from megatron_eqlen.processes.distributed import leave
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
-from tests.kit.tiny_models import save_tiny
+from tests.kit.tiny_models import SHORT, save_tiny
 from tests.kit.updates import build_chunks
 
 LAYOUTS = {
@@ -333,6 +335,36 @@ def test_weights_that_were_trained_in_a_wider_dtype_are_not_rounded(tmp_path):
     assert len(run_ranks(1, verified, paths[0], str(tmp_path / "out"), paths[1])[0]) == 64
 
 
+def mixed(source: Path, small: torch.dtype, *floats: str) -> Path:
+    """Store a folder's weights in ``small``, but for those with names that end in ``floats``."""
+    weights = load_file(source / "model.safetensors")
+    halves = {name: each if name.endswith(floats) else each.to(small) for name, each in weights.items()}
+    save_file(halves, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def test_a_source_of_two_dtypes_rounds_nothing_that_was_trained_in_the_wider_one(tmp_path):
+    """Qwen3.5 has ``A_log`` in float32 beside bfloat16."""
+    save_tiny(tmp_path / "trained", "qwen3_next", **SHORT["qwen3_next"])
+    shutil.copytree(tmp_path / "trained", tmp_path / "origin")
+    mixed(tmp_path / "origin", torch.bfloat16, "A_log", "norm.weight")
+    for trained in ("trained", "origin"):
+        checkpoint, out = tmp_path / f"{trained}-megatron", tmp_path / f"{trained}-out"
+        run_ranks(1, to_megatron, str(tmp_path / trained), str(checkpoint))
+        run_ranks(1, to_hf, str(checkpoint), str(tmp_path / "origin"), str(out))
+        weights, found = (load_file(folder / "model.safetensors") for folder in (tmp_path / trained, out))
+        assert {name: each.dtype for name, each in found.items()} == {n: w.dtype for n, w in weights.items()}
+        assert all(torch.equal(found[name], each) for name, each in weights.items())
+
+
+def test_the_routers_bias_in_float32_widens_no_weight(tmp_path):
+    save_tiny(tmp_path / "hf", "glm4_moe", **SHORT["glm4_moe"])
+    source = mixed(tmp_path / "hf", torch.bfloat16)
+    run_ranks(1, to_megatron, str(source), str(tmp_path / "megatron"))
+    run_ranks(1, to_hf, str(tmp_path / "megatron"), str(source), str(tmp_path / "out"))
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path, converted):
     save_tiny(tmp_path / "wider", "qwen3", num_hidden_layers=2, intermediate_size=128)
     with pytest.raises(RuntimeError, match=r"linear_fc1.weight: expected shape .*, found"):
@@ -393,6 +425,23 @@ def test_a_source_that_is_no_model_is_explained_and_leaves_nothing(tmp_path, con
         assert {path.name for path in tmp_path.iterdir()} == {"bad"}
 
 
+def on_a_full_disk(*arguments: str) -> tuple[int, str, str]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    return command(*arguments)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, converted):
+    source, out = str(converted[0]), str(tmp_path / "out")
+    for arguments in (
+        ("hf_to_megatron", source, out),
+        ("megatron_to_hf", str(converted[1]), out, "--source", source),
+    ):
+        status, _, err = run_ranks(1, on_a_full_disk, *arguments)[0]
+        assert status == 2
+        assert re.search(r"/\.?out\S*: could not be written: .+ \(\d+\.\d\d GB free\)\n$", err)
+        assert not [*tmp_path.iterdir()]
+
+
 def convert_and_die(source: str, out: str) -> None:
     from megatron.core import dist_checkpointing
 
@@ -420,6 +469,18 @@ def test_the_commands_name_a_missing_folder(arguments):
     assert status == 2
     called = f"eqlen convert {arguments[0].replace('_', '-')}"
     assert err.strip().splitlines()[-1] == f"{called}: nowhere: no such folder"
+
+
+def without_a_world(*arguments: str) -> tuple[int, str, str]:
+    leave()
+    return command(*arguments)
+
+
+def test_what_is_wrong_before_processes_meet_is_said_alone():
+    """Two nodes without a secret, for instance."""
+    status, _, err = run_ranks(1, without_a_world, "hf_to_megatron", "hf", "out", "--tensor", "0")[0]
+    assert status == 2
+    assert re.search(r"^eqlen convert hf-to-megatron: .*\ntensor\n.*greater than 0", err)
 
 
 def visible_gpus() -> tuple[str | None, bool]:

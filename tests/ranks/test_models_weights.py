@@ -117,6 +117,7 @@ def test_a_published_folder_comes_back_file_by_file(tmp_path, published):
     layout = {"tensor": 2, "expert": 2}
     run_ranks(2, load_and_save, str(published), layout, str(out), torch.bfloat16)
     assert contents(out) == contents(published)
+    assert {file.stat().st_mode & 0o777 for file in out.glob("*.safetensors")} == {out.stat().st_mode & 0o666}
 
 
 def trained_and_exported(folder: str, out: str, dtype: str) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,9 +357,10 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
     case = PEAKS[name]
     save_tiny(tmp_path, case.family, **case.model)
     job = Job(recipe_of(str(tmp_path), case, LONG))
-    planned = activations(job, 0, sequence=case.parallel.get("tensor", 1) > 1, gpu=False, rows=1)
+    plan = partial(activations, job, 0, sequence=case.parallel.get("tensor", 1) > 1, gpu=False, rows=1)
     most = max(run_ranks(case.ranks, measure_peak, str(tmp_path), case))
-    assert 0.75 * planned.peak < most < 1.01 * planned.peak
+    # rounding decides how evenly a router of random weights divides the tokens
+    assert 0.75 * plan(imbalance=1.0).peak < most < 1.01 * plan().peak
 
 
 def save_policy(folder: str, case: Case, out: str) -> None:

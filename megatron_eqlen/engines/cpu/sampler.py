@@ -110,11 +110,11 @@ class PathSampler(Sampler):
         # another client's rows are among ours: vLLM draws all, then our draws replace its own
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         for rows, (ids, values) in zip(self.blocks, parts, strict=True):
-            assert output.logprobs_tensors is not None, "our requests ask for them"
-            all_ids, all_values, ranks, *_ = output.logprobs_tensors
             output.sampled_token_ids[rows.places, 0] = ids[:, 0]
-            all_ids[rows.places, : ids.shape[1]], all_values[rows.places, : ids.shape[1]] = ids, values
-            ranks[rows.places] = 0
+            if (columns := output.logprobs_tensors) is not None:  # a run asks for them, others may not
+                all_ids, all_values, ranks, *_ = columns
+                all_ids[rows.places, : ids.shape[1]], all_values[rows.places, : ids.shape[1]] = ids, values
+                ranks[rows.places] = 0
         return output
 
     def _blocks(self, count: int, vocabulary: int) -> list[Rows]:

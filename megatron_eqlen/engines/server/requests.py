@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -69,8 +70,7 @@ def refuse_misshapen(field: str, asked: dict[str, Any], shape: type) -> None:
 
 
 def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
-    """Raise VLLMValidationError, with the field, for tokens beyond the vocabulary, numbers out of range, and
-    parameters that are not served."""
+    """Raise VLLMValidationError, with the field, for tokens and numbers out of range, or not served."""
     for name, ids in (("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids or [])):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -95,6 +95,9 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
     # a bool is an int, and no seed
     if type(seed) is not int or not 0 <= seed < 2**64:
         raise _unfit(f"extra_args.{SEED}", "a number of 64 bits", seed)
+    # our sampler divides by it
+    if own and not params.temperature:
+        raise _unfit("temperature", f"a number above 0 beside {SEED}", params.temperature)
 
 
 def _unfit(field: str, expected: str, found: object) -> VLLMValidationError:
@@ -117,11 +120,14 @@ def stream() -> None:
     def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
         """Join the rows of outputs that nobody has fetched yet."""
         # taken before the outputs are joined: vLLM then replaces the earlier rows by the later
-        rows = [out.routed_experts for output in (self, next_output) for out in output.outputs]
+        rows = defaultdict[int, list[np.ndarray]](list)
+        for out in (*self.outputs, *next_output.outputs):
+            if out.routed_experts is not None:
+                rows[out.index].append(out.routed_experts)
         add(self, next_output, aggregate)
-        if aggregate and (found := [routes for routes in rows if routes is not None]):
-            (output,) = self.outputs
-            output.routed_experts = np.concatenate(found)
+        for out in self.outputs if aggregate else ():
+            if out.index in rows:
+                out.routed_experts = np.concatenate(rows[out.index])
 
     RequestState._new_completion_output = with_rows
     RequestOutput.add = add_rows

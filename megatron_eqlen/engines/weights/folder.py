@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_eqlen.engines.replica import Replica, ReplicaPool
+from megatron_eqlen.hf.folder import save_tensors
 
 PART_BYTES = 512 * 2**20
 """Weights of a file; a larger tensor goes alone."""
@@ -30,14 +30,14 @@ class FolderSender:
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Send the weights; return how many. The next part is written while one is read. Raises EngineError
-        when no replica is left, OSError for a full disk, and whatever ``named_tensors`` raises."""
+        when no replica is left, CheckpointError for a full disk, and whatever ``named_tensors`` raises."""
         count, reading, written = 0, dict[Replica, Any](), self.folder / "none"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a trainer that was killed
         self.folder.mkdir(parents=True)
         try:
             for part in parts(named_tensors, PART_BYTES):
                 path = self.folder.absolute() / f"{secrets.token_hex(8)}.safetensors"
-                save_file(part, path)
+                save_tensors(part, path)
                 self.pool.settle("update_weights", reading)
                 # every replica has read the part before, or was left out
                 written.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from megatron_eqlen.types import Grade
 if TYPE_CHECKING:
     from megatron_eqlen.recipe import RewardRecipe
 
-VERSION = 4
+VERSION = 5
 """Raised whenever a change here or in ``code/tests.py`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 LONGEST_SECTION = 4 * LONGEST_PROGRAM

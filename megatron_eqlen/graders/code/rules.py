@@ -109,6 +109,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | dict):
-        raise TypeError(f"{type(value).__name__} {value!r:.80}")
     return number_like(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import gcd
 
 from megatron_eqlen.graders.math.arguments import delimit
@@ -29,8 +29,8 @@ def _apply(rules: Rules, text: str) -> str:
     return text
 
 
-_ANY = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"
-"""Text that may stand between braces."""
+_ANY = reduce(lambda inner, _: rf"(?:[^{{}}]++|\{{{inner}\}})*+", range(5), "[^{}]*+")
+"""Text that may stand between braces, with five levels of braces."""
 _END = r"(?![A-Za-z])"
 """The end of a command's name."""
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|det|gcd|lcm|max|min"
@@ -55,9 +55,10 @@ _CHARACTERS = _compile(
 _MARKUP = _compile(  # what is drawn, not what it means
     (r"US\s*\\?\$", r"\\$"),
     (rf"\\(?:[hv]?phantom|[bx]?cancel|sout|st|label|tag)\s*\{{{_ANY}\}}", ""),  # invisible or struck out
-    (r"(\\\\)|\\[()\[\]]|(?<!\\)\$", r"\1"),  # math delimiters, not the row's end in \\[2pt]
+    # math delimiters, and where ``=`` is aligned; a row's end stays, without its space: ``\\[2pt]``
+    (r"(\\\\)(?:\s*\[-?[\d.]+ ?[a-z]{2}\])?|\\[()\[\]]|(?<!\\)(?:\$|&(?=\s*=))", r"\1"),
     (r"\\(?:text|page|f)?color(?:box)?\s*\{[^{}]*\}", ""),
-    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\left\s*\\\{(?=\s*\\begin\{(?:array|aligned)\})|\\(?:left|right)\s*\.", ""),
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script)style|limits|strut|[lL]arge|LARGE|[hH]uge"
      rf"|(?:foot|script)size|small|tiny|normalsize|bf|it|rm|sf|tt|bfseries|boldmath){_END}", ""),
     # ``10,\!000``
@@ -72,9 +73,9 @@ _MARKUP = _compile(  # what is drawn, not what it means
     (r"\{([,:])\}", r"\1"),
     (r'^\s*["`*]+|(?<!\^)["`*]+\s*$', ""),  # Markdown
 )  # fmt: skip
-_WRAPPERS = _compile(  # from the inside out, until nothing changes
+_WRAPPERS = _compile(  # until nothing changes
     (r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|underline|ensuremath|boxed|fbox|framebox|emph)\s*"
-     r"\{([^{}]*)\}", r"\1"),
+     rf"\{{({_ANY})\}}", r"\1"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|sc|normal|up|md)|[mh]box|math(?:rm|up)|operatorname\*?)\s*\{([^{}]*)\}",
      r"\\text{\1}"),
     # ``\text{sin}`` is a function, ``\text{e}`` a number.
@@ -95,7 +96,7 @@ _WRAPPERS = _compile(  # from the inside out, until nothing changes
     (r"\\text\s*\{([^{}]*\w)\s+(and|or)\s*\}", r"\\text{\1}\\text{ \2 }"),
     # ``5\text{kg}\cdot\text{cm}``
     (r"\\text\s*\{([^{}]*)\}\s*\\cdot\s*\\text\s*\{([^{}]*)\}", r"\\text{\1 \2}"),
-    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
+    (rf"^\s*\{{({_ANY})\}}\s*$", r"\1"),
 )  # fmt: skip
 _SPELLING = _compile(  # one name for one thing
     (rf"\\(?:[dtc]frac|nicefrac|sfrac){_END}", r"\\frac"),
@@ -150,7 +151,8 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:per ?cent(?:age)?|pct)\b|%",
      r"\\%"),
     # ``\begin{cases} x=1 \\ y=2 \end{cases}`` is a list.
-    (r"\\begin\{(cases|aligned)\}([^&]*?)(?:\\\\\s*)?\\end\{\1\}", lambda m: m[2].replace(r"\\", ",")),
+    (r"\\begin\{(cases|aligned|gathered|array)\}(?:\{[lcr]\})?([^&]*?)(?:\\\\\s*)?\\end\{\1\}",
+     lambda m: re.sub(r",?\s*\\\\", ",", m[2])),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
     # ``\mathbb{Z}/6\mathbb{Z}`` is ``\mathbb{Z}_{6}``.
     (r"\\mathbb\{Z\}\s*/\s*\(?\s*(\d+)\s*(?:\\mathbb\{Z\})?\s*\)?", r"\\mathbb{Z}_{\1}"),
@@ -217,7 +219,7 @@ _REMARK = re.compile(
     r"(?is)(?<=\S)[\s,;]*\(?\s*(?:\\text\s*\{[\s,;(]*(?:by|here|with equality|for (?:all|any|every|each)"
     r"|i\.e\.|as (?:desired|required|claimed)|since|because|where|which|obtained|achieved|attained|using)"
     r"|(?<![\\A-Za-z])(?:since|because|where|obtained|achieved|attained))\b.*"
-    r"|(?<=\S)[\s,;]*\(?\s*(?<![\\A-Za-z])[kmn]\s*\\in\s*\\mathbb\{[ZN]\}(?:[_^]\{?[+\d]\}?)?\s*\)?\s*$"
+    r"|(?<=\S)[\s,;]*\(?\s*(?<![\\A-Za-z])[kmn]\s*\\in\s*\\mathbb\{[ZN]\}(?:[_^]\{?[+\d]\}?)?\s*\)?[\s.;]*$"
 )
 """A reason or a condition after an answer."""
 _DOUBT = re.compile(r"(?i)\b(?:or|not|and|if|else|otherwise|unless|maybe|perhaps|except|but)\b")

@@ -23,7 +23,7 @@ from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
 
-RULES_VERSION = 6
+RULES_VERSION = 7
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
 LIBRARY = version("math-verify")
 LONGEST_TAIL = 32_768

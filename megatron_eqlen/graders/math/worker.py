@@ -94,7 +94,9 @@ def members(text: str) -> tuple[str, list[str]]:
         if len(inside) > 1 and group[1] == "(" and r"\pm" in text:
             return "", _signs(text)
         if len(inside) > 1 or group[1] == r"\{":
-            return group[1] + group[3], [sign for part in inside for sign in _signs(part)]
+            # ``[1,2,3]`` is no interval, but a tuple
+            brackets = "()" if len(inside) > 2 and group[1] == "[" else group[1] + group[3]
+            return brackets, [sign for part in inside for sign in _signs(part)]
     return "", [sign for part in split(text, ",") for sign in _signs(part)]
 
 
@@ -215,10 +217,8 @@ def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
     # Sets, and lists without brackets: neither order nor repetition counts.
     if brackets in ("", r"\{\}") and others in ("", r"\{\}") and len(wanted) > 1 < len(given):
         return _same_members(wanted, given, is_complex) and _same_members(given, wanted, is_complex)
-    if len(wanted) != len(given):
-        return False
     # A tuple may have lost its parentheses; other brackets must agree.
-    if brackets != others and {brackets, others} != {"", "()"}:
+    if len(wanted) != len(given) or (brackets != others and {brackets, others} != {"", "()"}):
         return False
     return all(equal(value, other, is_complex) for value, other in zip(wanted, given, strict=True))
 

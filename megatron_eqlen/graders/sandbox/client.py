@@ -6,8 +6,7 @@ The zygote starts before any test arrives, in the programs' interpreter (``probe
 inputs and outputs travel as descriptors of memory files, which it never reads, so a program finds no expected
 output and no other program in its memory. When a run ends, its process group and all it left are killed.
 
-A program has no process, socket or file of its own (``program.py``); a command has processes and one writable
-folder (``command.py``).
+A program (``program.py``) has no process, socket or file of its own, a command has processes and a folder.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -22,6 +23,7 @@ import tarfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from megatron_eqlen.files import removed, scratch
@@ -56,6 +58,8 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 codecs.lookup("ascii")  # which tarfile needs when the machine's files are out of reach
+SHARED = re.compile(r"(\w+)-(\w+) \S+ (\w+) \S+ (\d+) +/dev/zero \(deleted\)")
+"""Memory that processes share without a file, in ``/proc/*/maps``: begin, end, offset and inode."""
 WATCH_SECONDS = 0.02
 PACK_SECONDS = 60.0
 """Seconds beyond a command's own in which its folder must be unpacked and packed."""
@@ -101,6 +105,8 @@ def run(limits: CommandLimits, told: int, zygote: int) -> NoReturn:
     with open(REQUEST, "rb", closefd=False) as file:
         request = json.load(file)
     os.setsid()
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
     if request["container"]:
         kernel.die_with(zygote)
         _run_container(request, limits, told)
@@ -129,19 +135,13 @@ def _new_namespaces() -> int:
 
 def _map_ids(inside: int, user: int, group: int) -> None:
     kernel.prctl(kernel.SET_DUMPABLE, 1)  # else /proc/self belongs to root
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{inside} {user} 1"),
-        ("gid_map", f"{inside} {group} 1"),
-    ):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+    maps = {"setgroups": "deny", "uid_map": f"{inside} {user} 1", "gid_map": f"{inside} {group} 1"}
+    for name, text in maps.items():
+        Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
 
 
 def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner: int, told: int) -> NoReturn:
     with refusing(told):
-        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
         kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
         _build_root(request["readable"], limits)
         folder, beside = FOLDER, frozenset[str]()
@@ -211,6 +211,8 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     """Mount a root of its own, with read-only folders of the machine."""
     # What is mounted from here on stays in this namespace.
     mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    # Where their links lead, while the machine's root is there.
+    real = [(os.path.normpath(path), os.path.realpath(path)) for path in readable]
     size = f"size={limits.folder_mb}m,nr_inodes={limits.files + OTHER_ENTRIES},mode=755"
     # The new root is a file system in memory, whose size the kernel limits.
     mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, size)
@@ -220,8 +222,10 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     kernel.checked(pivot, "pivot_root")
     os.chdir("/")
     # Folders of the machine, at their own places, read-only.
-    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *readable):
-        _show(path, needed=path in readable)
+    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)):
+        _show(path)
+    for path, place in real:
+        _show(path, place)
     os.makedirs("/dev")
     for name in DEVICES:
         # A device is mounted on an empty file, since a user namespace cannot make one.
@@ -233,8 +237,7 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     os.makedirs("/etc", exist_ok=True)
     # Programs look up the name of their user.
     for name, text in (("passwd", f"agent:x:{USER}:{USER}::/tmp:/bin/sh\n"), ("group", f"agent:x:{USER}:\n")):
-        with open(f"/etc/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        Path(f"/etc/{name}").write_text(text, encoding="ascii")
     os.mkdir("/proc")
     # Of the new process namespace: only the command's own processes are in it.
     mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES)
@@ -252,13 +255,13 @@ def _protect_machine() -> frozenset[str]:
     return frozenset(path[1:] for path in beside)
 
 
-def _show(path: str, needed: bool) -> None:
-    """Mount a file or folder of the machine at its own place, read-only; a link stays a link."""
-    old = f"/old{path}"
-    if not os.path.lexists(old) and not needed:
+def _show(path: str, place: str | None = None) -> None:
+    """Mount ``place`` of the machine at ``path``, read-only. None: its own, if any; links stay links."""
+    old = f"/old{place or path}"
+    if place is None and not os.path.lexists(old):
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.islink(old):
+    if place is None and os.path.islink(old):
         os.symlink(os.readlink(old), path)
         return
     if os.path.isdir(old):
@@ -279,7 +282,6 @@ def _become_command(request: dict[str, Any], limits: CommandLimits, owner: int) 
     limit(
         {
             resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_CPU: max(1, round(limits.seconds + 0.5)),
             resource.RLIMIT_DATA: limits.memory_mb << 20,
             resource.RLIMIT_NOFILE: 1024,
             resource.RLIMIT_NPROC: limits.processes,
@@ -297,8 +299,6 @@ def _execute(command: list[str], environment: Mapping[str, str], printing: int) 
     os.dup2(printing, 1)
     os.dup2(printing, 2)
     os.closerange(3, 1 << 12)
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, environment)
     except (OSError, ValueError) as error:
@@ -323,7 +323,7 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
                 code = os.waitstatus_to_exitcode(ended[1]) if ended[0] == command else code
         if code is None and time.monotonic() - began > limits.seconds:
             status = "time_limit"
-        elif code is None and alone and _memory_mb() > limits.memory_mb:
+        elif code is None and alone and _memory_mb(limits.memory_mb) > limits.memory_mb:
             status = "memory_limit"
     left = _running() - {1} if alone else children()
     left.discard(command if code is None else 0)
@@ -363,14 +363,29 @@ def kill_children() -> None:
                 return
 
 
-def _memory_mb() -> float:
-    """Return the memory that belongs to single processes: resident without files and shared pages."""
-    pages = 0
+def _memory_mb(most: int) -> float:
+    """Return the memory of all processes, without files'. Only above ``most`` what they share counts once."""
+    page, pages = resource.getpagesize(), dict[int, tuple[int, int]]()
     for number in _running() - {1}:
         with contextlib.suppress(OSError), open(f"/proc/{number}/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = file.read().split()
-            pages += int(resident) - int(shared)
-    return pages * resource.getpagesize() / (1 << 20)
+            size, resident, shared, _, _, private, _ = map(int, file.read().split())
+            # its own, and what is mapped beside private memory: that may be shared without a file
+            pages[number] = resident - shared, size - private
+    if (bound := sum(map(sum, pages.values())) * page / (1 << 20)) <= most:
+        return bound  # cheap: no page is looked at
+    own, places = 0, dict[tuple[str, str], int]()
+    for number, (resident, _) in pages.items():
+        try:
+            # a page of several processes, as after a fork, counts for each in part
+            with open(f"/proc/{number}/smaps_rollup") as rollup, open(f"/proc/{number}/maps", "rb") as maps:
+                own += sum(map(int, re.findall(r"Pss_Anon: +(\d+)", rollup.read()))) << 10
+                for begin, end, *place in SHARED.findall(maps.read().decode(errors="replace")):
+                    places[*place] = int(end, 16) - int(begin, 16)
+        except PermissionError:  # root without the right to look at it
+            own += resident * page
+        except OSError:  # it has ended
+            continue
+    return (own + sum(places.values())) / (1 << 20)
 
 
 def _read(source: int, kept: bytearray, most: int) -> int:
@@ -395,7 +410,7 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
 def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), opens: bool = False) -> int:
     """Write the files below ``folder`` to an archive of at most ``most`` bytes, by name, but for those in it
     named ``beside``. Follow no link. Return the number of sockets and devices, which are left out. ``opens``:
-    give this user rights to what has none. Raises OSError, FolderError."""
+    as a command left it: give this user rights to what has none, keep microseconds. OSError, FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
@@ -415,8 +430,9 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
                 # Owners and set-user bits are the machine's, and would make equal folders differ.
                 info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
                 info.mode = info.mode & 0o777
-                # a link's own time is not unpacked
-                info.mtime = 0 if info.issym() else min(max(int(info.mtime), 0), LATEST)
+                # a link's own time is not unpacked; microseconds tell ``make`` what a command wrote later
+                changed = 0 if info.issym() else min(max(round(info.mtime, 6), 0), LATEST)
+                info.mtime = changed if opens and changed % 1 else int(changed)
                 size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
                 if size > most:
                     raise FolderError(f"its files are longer than {most >> 20} MiB")
