@@ -145,8 +145,7 @@ class ColocatedEngine:
         start = time.perf_counter()
         # set before: it stays if anything below raises
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
-        checked = self.weights.check(named_tensors)
-        lifecycle.load_weights(self.core, checked)
+        lifecycle.load_weights(self.core, self.weights.check(named_tensors))
         self.reset_cache()
         self.refusal = None
         self.policy_version = policy_version
@@ -179,8 +178,7 @@ class ColocatedEngine:
 
     def metrics(self) -> Metrics:
         metrics: Metrics = {"engine/preemptions": self.preemptions, **self.sync}
-        self.preemptions = 0
-        self.sync = {}
+        self.preemptions, self.sync = 0, {}
         return metrics
 
     def _wake(self, tag: str) -> None:

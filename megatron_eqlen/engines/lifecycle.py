@@ -51,8 +51,6 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             # the external launcher reads torchrun's variables
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))
-            os.environ.setdefault("MASTER_ADDR", "localhost")  # required, but unused: the group exists
-            os.environ.setdefault("MASTER_PORT", "0")
         else:
             _owns_process_group = True
         config = configuration(model_path, rollout, dtype, max_model_len, seed, launched)

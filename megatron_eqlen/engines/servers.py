@@ -273,7 +273,7 @@ class ServerEngine:
             return FolderSender(self.pool, run / "weights")
         from megatron_eqlen.engines.weights.nccl import NcclSender  # imports vLLM
 
-        return NcclSender(self.pool, self.weights.shapes)
+        return NcclSender(self.pool, self.weights)
 
     def _connect(self, untouched: Contents | None) -> None:
         """Set up replicas that answer and have ``untouched`` weights (None: any). EngineError for none."""

@@ -11,6 +11,7 @@ from shutil import which
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.utils.flashinfer import has_flashinfer
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
@@ -28,6 +29,7 @@ FUNCTION = "function"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+FLASHINFER_ALLREDUCE = "VLLM_ALLREDUCE_USE_FLASHINFER"
 UNQUANTIZED = [r"re:.*\.gate$", r"re:.*\.in_proj_(b|a|ba)$"]
 """Small matrices that stay in bfloat16 with ``rollout.quantization``, as in Qwen's FP8 releases: routers, and
 the gates of Gated DeltaNet. Embeddings and the output layer stay so as well; vLLM quantizes neither."""
@@ -87,6 +89,10 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
     runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if STOCK else "0"}
+    # without nvcc or ninja vLLM leaves out all of FlashInfer but its all-reduce, which would end the engine
+    # at its first use; asked before CUDA_HOME is set, as vLLM keeps the answer: the packages' cannot build it
+    if STOCK and not has_flashinfer():
+        runner[FLASHINFER_ALLREDUCE] = os.environ.get(FLASHINFER_ALLREDUCE, "0")
     compiler = _cuda_home() if STOCK and rollout.quantization else {}
     return runner | compiler | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
 

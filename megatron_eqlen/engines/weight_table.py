@@ -18,10 +18,12 @@ from megatron_eqlen.processes.watchdog import beat
 
 @dataclass
 class WeightTable:
-    """Names and shapes; ``check`` passes a stream through and counts its bytes."""
+    """Names and shapes; ``check`` passes a stream through and counts its bytes. ``wide``: names of weights
+    that are not trained, such as a router's bias, and come in float32 whatever the dtype of the others."""
 
     shapes: dict[str, tuple[int, ...]]
     where: str
+    wide: frozenset[str] = frozenset()
     bytes_seen: int = 0
 
     @classmethod
@@ -29,7 +31,8 @@ class WeightTable:
         """Read the table of a Hugging Face folder, and check it as for training. Raises ValueError."""
         weights = check_folder(HFFolder(model_path), read_config(model_path)).values()
         shapes = {name: shape for each in weights for name, shape in zip(each.hf, each.shapes, strict=True)}
-        return cls(shapes, str(model_path))
+        wide = frozenset(name for each in weights for name in each.hf if not each.trained)
+        return cls(shapes, str(model_path), wide)
 
     def check(self, named: Iterable[tuple[str, Tensor]], whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Pass a stream of weights through. Raises ValueError for a weight that is unknown, comes twice, has

@@ -30,6 +30,7 @@ from megatron_eqlen.engines import replica as replica_module
 from megatron_eqlen.engines.protocol import Engine, EngineError
 from megatron_eqlen.engines.server.gate import CALLS, HEALTH, KEY, RPC, SERVED, TRAINER, authorization
 from megatron_eqlen.engines.servers import ServerEngine
+from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.engines.weights import folder as folder_transport
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -46,6 +47,7 @@ from tests.kit.observers import OnPart
 from tests.kit.processes import descendants
 from tests.kit.rollout_kit import folder, server_recipe
 from tests.kit.servers import free_ports
+from tests.kit.tiny_models import SHORT, save_tiny
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
@@ -748,6 +750,19 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
         assert set(announced.dtype_names) == {"float32"}
     with pytest.raises(EngineError, match=r"expected 'model\.embed_tokens\.weight'"):
         engine.sender.send(reversed(weights.items()))
+
+
+def test_with_nccl_a_routers_bias_comes_in_float32_beside_trained_weights(open_fakes, without_nccl, tmp_path):
+    save_tiny(tmp_path, "glm4_moe", **SHORT["glm4_moe"])
+    engine, (server,) = open_fakes("good", sync="nccl")
+    engine.sender.table = WeightTable.read(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    dtypes = {name: torch.float32 if "correction" in name else torch.bfloat16 for name in stored}
+    engine.sender.send((name, stored[name].to(dtypes[name])) for name in engine.sender.table.shapes)
+    told = server.posted["update_weights"]["update_info"]
+    found = dict(zip(told["names"], told["dtype_names"], strict=True))
+    assert found == {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    assert sorted(set(found.values())) == ["bfloat16", "float32"]
 
 
 def test_what_arrives_late_of_an_aborted_request_is_not_of_the_next_of_its_name(open_fakes):

@@ -38,6 +38,7 @@ def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packa
         folder.mkdir(parents=True)
         if there:
             (folder / "nvcc").touch(0o755)
+    monkeypatch.setattr(vllm_args, "has_flashinfer", lambda: True)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     for name in ("CUDA_HOME", "CUDA_PATH", SAMPLER):
@@ -49,6 +50,32 @@ def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packa
         monkeypatch.setattr(vllm_args, "STOCK", stock)
         found = vllm_args.environ(RolloutRecipe(quantization=quantization))
         assert found == {"VLLM_USE_V2_MODEL_RUNNER": str(int(stock))} | compiler
+
+
+@pytest.mark.parametrize(("environ", "stock", "nvcc", "ninja", "told"), [
+    ({}, True, True, True, None),
+    ({}, True, False, True, "0"),
+    ({}, True, True, False, "0"),  # as in a job that has not activated the virtual environment
+    ({"VLLM_ALLREDUCE_USE_FLASHINFER": "1"}, True, False, True, "1"),
+    ({}, False, False, False, None),
+])  # fmt: skip
+def test_flashinfers_all_reduce_is_left_out_where_nothing_can_compile_it(
+    tmp_path, monkeypatch, environ, stock, nvcc, ninja, told
+):
+    for name, there in (("flashinfer/__init__.py", True), ("cuda/bin/nvcc", nvcc), ("tools/ninja", ninja)):
+        if there:
+            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).touch(0o755)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_FLASHINFER", raising=False)
+    paths = {"CUDA_HOME": str(tmp_path / "cuda"), "PATH": str(tmp_path / "tools")}
+    for name, value in (environ | paths).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(vllm_args, "STOCK", stock)
+    vllm_args.has_flashinfer.cache_clear()
+    found = vllm_args.environ(RolloutRecipe(tensor_parallel=8))
+    vllm_args.has_flashinfer.cache_clear()
+    assert found.get("VLLM_ALLREDUCE_USE_FLASHINFER") == told
 
 
 def test_ranks_have_one_connection_and_a_silent_triton_by_default():

@@ -28,7 +28,9 @@ from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast
 
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.replica import Replica, ReplicaPool
+from megatron_eqlen.engines.weight_table import WeightTable
 
+Stream = Iterator[tuple[str, Tensor]]
 BUFFER_BYTES = 256 * 2**20
 BUFFERS = 1
 """Buffers on each side. With two, vLLM fills one on a second stream while a layer that is not complete still
@@ -37,14 +39,14 @@ holds views of the other, whose memory no stream keeps (``record_stream``)."""
 
 class NcclSender:
     """Sends weights to the live replicas of ``pool``. The group is made at the first sync, and again when
-    these change. ``shapes``: of all weights by name, in sending order. Raises EngineError without a GPU."""
+    these change. ``table``: all weights, in sending order. Raises EngineError without a GPU."""
 
-    def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, pool: ReplicaPool, table: WeightTable) -> None:
         if not torch.cuda.is_available():
             lacks = "nccl sends from GPU to GPU, and this process has no GPU"
             raise EngineError(f"rollout.sync: {lacks}: use rollout.sync: folder")
         self.pool = pool
-        self.shapes = shapes
+        self.table = table
         self.members: list[Replica] = []
         self.group: Any = None
 
@@ -52,18 +54,19 @@ class NcclSender:
         """Send the weights; return 0, for none by files. Raises EngineError when no replica is left."""
         if self.members != self.pool.alive:
             self._meet()
-        weights = self._in_order(iter(named_tensors))
-        # the first weight tells the dtype of all; `_in_order` refuses any other
-        first = next(weights)
+        shapes, coming = self.table.shapes, iter(named_tensors)
+        # the first weight tells the dtype of all that are trained; `_in_order` refuses any other
+        first = next(coming)
+        dtypes = {name: torch.float32 if name in self.table.wide else first[1].dtype for name in shapes}
         info = NCCLWeightTransferUpdateInfo(
-            names=list(self.shapes),
-            dtype_names=[str(first[1].dtype).removeprefix("torch.")] * len(self.shapes),
-            shapes=[list(shape) for shape in self.shapes.values()],
+            names=list(shapes),
+            dtype_names=[str(dtype).removeprefix("torch.") for dtype in dtypes.values()],
+            shapes=[list(shape) for shape in shapes.values()],
         )
         body = {"update_info": asdict(info)}
         # not waited for: workers answer when the broadcast, which needs them all, has ended
         receiving = self.pool.start(lambda replica: replica.post("update_weights", body))
-        broadcast(chain([first], weights), self.group)
+        broadcast(_in_order(chain([first], coming), dtypes), self.group)
         self.pool.settle("update_weights", receiving)
         return 0
 
@@ -91,26 +94,20 @@ class NcclSender:
         self.group = uid_init_process_group(unique_id, 0, world, torch.cuda.current_device())
         self.pool.settle("init_weight_transfer_engine", meeting)
 
-    def _in_order(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights, checked against the announced order and dtype, by which workers cut the stream."""
-        dtype = None
-        for expected, (name, tensor) in zip(self.shapes, named_tensors, strict=False):
-            dtype = dtype or tensor.dtype
-            if (name, tensor.dtype) != (expected, dtype):
-                raise EngineError(f"weight {name!r}: expected {expected!r} of {dtype}, found {tensor.dtype}")
-            yield name, tensor
-        for _ in named_tensors:  # it checks that nothing is missing or left over at its end
-            raise EngineError("weights: more were sent than announced")
+
+def _in_order(named_tensors: Stream, dtypes: dict[str, torch.dtype]) -> Stream:
+    """Yield weights, checked against the announced order and dtypes, by which workers cut the stream."""
+    for (expected, dtype), (name, tensor) in zip(dtypes.items(), named_tensors, strict=False):
+        if (name, tensor.dtype) != (expected, dtype):
+            raise EngineError(f"weight {name!r}: expected {expected!r} of {dtype}, found {tensor.dtype}")
+        yield name, tensor
+    for _ in named_tensors:  # it checks that nothing is missing or left over at its end
+        raise EngineError("weights: more were sent than announced")
 
 
-def broadcast(named_tensors: Iterator[tuple[str, Tensor]], group: Any) -> None:
+def broadcast(named_tensors: Stream, group: Any) -> None:
     """Broadcast weights from rank 0 of ``group``. vLLM's packing stream does not await the optimizer's."""
     torch.cuda.current_stream().synchronize()
     packed_nccl_broadcast_producer(
-        iterator=named_tensors,
-        group=group,
-        src=0,
-        post_iter_func=itemgetter(1),
-        buffer_size_bytes=BUFFER_BYTES,
-        num_buffers=BUFFERS,
+        named_tensors, group, 0, itemgetter(1), buffer_size_bytes=BUFFER_BYTES, num_buffers=BUFFERS
     )
