@@ -115,9 +115,9 @@ class Grade:
             raise ValueError(f"{self.grader}: expected a reward up to 1e15, got {found}")
         # a grader of a user's own may give numbers of NumPy or torch, which records and logs do not take
         self.reward, self.rewards = float(self.reward), {n: float(r) for n, r in self.rewards.items()}
-        self.seconds, self.grader = float(self.seconds), str(self.grader)
         self.answer = self.answer if self.answer is None else str(self.answer)
         self.verdict, self.detail = str(self.verdict), str(self.detail or "")
+        self.seconds = float(self.seconds)
 
     @classmethod
     def unscored(cls, cause: object) -> Grade:

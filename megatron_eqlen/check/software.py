@@ -198,8 +198,7 @@ def _graders(place: Place) -> set[str]:
         return set()
     # Demonstrations are imitated, not graded.
     sampled = [] if place.recipe.supervised else place.recipe.data.sources
-    read = [*sampled, *place.recipe.evaluation.benchmarks]
-    return {source.grader or source.reader for source in read}
+    return {source.grader or source.reader for source in [*sampled, *place.recipe.evaluation.benchmarks]}
 
 
 def _on_gpus(wanted: Package) -> Check:

@@ -26,7 +26,8 @@ def read_event(
     """Return one server-sent event as a delta with the columns that ``rollout`` keeps.
 
     ``versions``: policy versions by vLLM's names for them. ``stock``: the name of vLLM's sampler there.
-    ``layers``: whose routes are kept. Raises ConnectionError for tokens of other weights and other events.
+    ``layers``: layers whose routes are kept. Raises ConnectionError for tokens of other weights and for
+    events of another shape than vLLM 0.32's.
     """
     path: dict[str, np.ndarray] = {}
     try:

@@ -107,8 +107,7 @@ class ToolEnvironment(Environment):
         cls.tools = [_schema(method, cls._arguments[name]) for name, method in methods.items()]
 
     def step(self, message: str) -> Observation:
-        texts = _texts(message)
-        answers = [self._answer(text, number) for number, text in enumerate(texts)]
+        answers = [self._answer(text, number) for number, text in enumerate(_texts(message))]
         # Several calls are answered by as many messages.
         if len(answers) > 1:
             messages = [{"role": "tool", "content": answer.content, **answer.keys} for answer in answers]

@@ -62,8 +62,7 @@ class Tokenizer:
         """Texts that ``encode`` turns into a token of its own, special or not: ``<think>``."""
 
     def encode(self, text: str, after: str = "") -> list[int]:
-        """Return the ids of ``text`` as it goes on behind ``after``, none added; special tokens in it without
-        ``BREAK`` become theirs."""
+        """Return the ids of ``text`` behind ``after``, none added; ``BREAK`` makes a special token text."""
         ids = partial(self.backend.encode, add_special_tokens=False)
         token_ids, last = list[int](), encodable(after).rpartition(BREAK)[2]
         # Cut at ``BREAK``, so that no token spans it: ``<`` and ``|im_end|>`` become text.

@@ -184,5 +184,4 @@ def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
 
 
 def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[str, dict]:
-    options = checkpoint_metadata()
-    return {str(n): sharded_weights(chunk, options, stored) for n, chunk in enumerate(chunks)}
+    return {str(n): sharded_weights(chunk, checkpoint_metadata(), stored) for n, chunk in enumerate(chunks)}

@@ -64,8 +64,7 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         out = self._mix(mixed, beta, alpha, tree)
         out = self.out_norm(out) * self.act_fn(_wide(gate)).to(out.dtype)
         # [s, b, heads * d]
-        out = out.to(projected.dtype).flatten(2).transpose(0, 1).contiguous()
-        return self.out_proj(out)
+        return self.out_proj(out.to(projected.dtype).flatten(2).transpose(0, 1).contiguous())
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[b, s, sections] -> q|k|v [b, s, *], gate [b, s, H, d_v], beta's and decay's inputs [b, s, H]."""

@@ -29,12 +29,12 @@ from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives.advantages import dr_grpo, whiten
 from megatron_eqlen.objectives.aggregation import BatchSize, Member
 from megatron_eqlen.objectives.objective import Objective, ResolvedRecipe
-from megatron_eqlen.objectives.parts import FAILURES, checked_advantages, checked_weight, described
+from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
 from megatron_eqlen.objectives.registry import is_on_policy
 from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.processes.collector import collector_paused
-from megatron_eqlen.processes.failures import text_of
+from megatron_eqlen.processes.failures import fault_of
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
@@ -220,8 +220,8 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
             # a member against its baseline alone: the estimator sees a pair of the two rewards
             members = zip(unit.rewards, unit.lengths, strict=True)
             advantages = [objective.advantage([r, unit.baseline], [length] * 2)[0] for r, length in members]
-    except (*FAILURES, ValueError) as error:
-        raise ValueError(f"{where()}: {type(error).__name__}: {text_of(error)}") from error
+    except Exception as error:  # a user's code
+        raise ValueError(f"{where()}: {fault_of(error)}") from error
     return checked_advantages(advantages, len(unit.nodes), where)
 
 

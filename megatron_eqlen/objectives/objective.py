@@ -38,7 +38,6 @@ class Objective:
     length_quantiles: tuple[float, float, float] | None = None
     """LSPO's (low, high, max): dynamic sampling also replaces prompts whose mean response length is neither
     up to the quantile low nor from high to max."""
-
     rewards: Literal["together", "apart"] = "together"
     """``apart``: ``advantage`` takes the rewards of each name; the results are added with their weights."""
     refuses: Mapping[str, str] = MappingProxyType({})

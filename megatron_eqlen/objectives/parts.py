@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.metrics import check
@@ -22,7 +20,7 @@ from megatron_eqlen.objectives.advantages import ADVANTAGES
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
 from megatron_eqlen.objectives.surrogates import SURROGATES, SupervisedTokens, Surrogate, TokenMetrics
 from megatron_eqlen.objectives.token_baseline import BASELINES, Span, checked_baselines
-from megatron_eqlen.processes.failures import text_of
+from megatron_eqlen.processes.failures import fault_of
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
@@ -38,8 +36,6 @@ PARTS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
 """Field of ``Objective`` -> (key of ``loss``, built-in parts by name)."""
 BUILT_IN = f"{__package__}."
 """Start of the module names of built-in parts."""
-FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
-"""Errors of a user's own parts that name neither part nor prompt."""
 
 
 def named_parts(loss: LossRecipe) -> dict[str, Callable[..., Any]]:
@@ -78,10 +74,8 @@ def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
         if not part.__module__.startswith(BUILT_IN):
             try:
                 _TRIALS[field](part)
-            except FAILURES as error:
-                at = traceback.extract_tb(error.__traceback__)[-1]
-                where = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}"
-                raise ValueError(f"{field} {described(part)}: {where}: {text_of(error)}") from error
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+                raise ValueError(f"{field} {described(part)}: {fault_of(error)}") from error
 
 
 def checked_advantages(values: Iterable[Any], members: int, where: Callable[[], str]) -> list[float]:

@@ -10,9 +10,8 @@ there: few lines, or none, are alive late in a response. ``fitted`` adds to it a
 and the mean reward of the siblings, with coefficients that are fitted to the other prompts of the batch.
 
 A line's own rewards and tokens are in none of these, so they leave the expected step as it is
-(docs/length_bias.md). The optimal token baseline (arXiv 2602.07078) weighs the lines alive by the sums of
-their squared score norms so far: with like norms it is ``alive``. As published it contains the own line,
-which scales late tokens down.
+(docs/length_bias.md). The optimal token baseline (arXiv 2602.07078) weighs lines by their squared score norms
+so far: with like norms it is ``alive``. As published it contains the own line, which scales late tokens down.
 """
 
 from __future__ import annotations

@@ -118,6 +118,12 @@ def name_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}"
 
 
+def fault_of(error: BaseException) -> str:
+    """Return ``TYPE at FILE:LINE: MESSAGE``, of the line that raised a user's error."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {text_of(error)}"
+
+
 def _message(error: BaseException) -> str:
     # An HTTP library's OSError has no ``strerror``.
     if not isinstance(error, OSError) or error.strerror is None:

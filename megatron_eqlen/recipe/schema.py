@@ -477,8 +477,7 @@ class LossRecipe(Section):
     baseline: BaselineName | None = None
     """Reward that a token is compared with, by name (``objectives/token_baseline.py``) or import path.
     ``unit``, the default: the other members of its comparison unit, as in ``advantage``. ``alive``: the
-    prompt's lines alive at the token, and its mean. ``fitted``: the same, corrected by a fit to other
-    prompts."""
+    prompt's lines alive at the token, and its mean. ``fitted``: that, corrected by a fit to other prompts."""
     surrogate: SurrogateName | None = None
     """Loss of a token before its weight, by name (``objectives/surrogates.py``), or the import path of your
     own. Its options replace those of the objective."""

@@ -108,7 +108,9 @@ class Training:
             members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
             for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"
-                self._lessons[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use, node)
+                moved: Role = "raised" if advantage > 0 else "lowered"
+                role = moved if node.weight and advantage else "equal"
+                self._lessons[id(part)] = Lesson(reward, advantage, role, use, node)
 
     def of(self, part: Part) -> Lesson:
         reward = None if part.grade is None else part.grade.reward
@@ -121,12 +123,6 @@ class Training:
         for rollout in sorted(rollouts, key=lambda rollout: not taught[id(rollout)]):
             by_prompt.setdefault(rollout.prompt_id, rollout)
         return [*by_prompt.values()][:SHOWN]
-
-
-def _role(weight: float, advantage: float) -> Role:
-    if not weight or not advantage:
-        return "equal"
-    return "raised" if advantage > 0 else "lowered"
 
 
 def view(rollout: Rollout, decode: Decode, training: Training) -> RolloutView:

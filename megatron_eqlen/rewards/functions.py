@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
@@ -16,7 +15,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from megatron_eqlen.processes.failures import PAUSES, retried, text_of
+from megatron_eqlen.processes.failures import PAUSES, fault_of, retried
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
@@ -181,9 +180,7 @@ def own_code(path: str) -> Iterator[None]:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # of sys.exit, asyncio, libraries of time limits
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{at.filename.rpartition('/')[2]}:{at.lineno}"
-        raise ValueError(f"{path}: {type(error).__name__} at {where}: {text_of(error)}") from error
+        raise ValueError(f"{path}: {fault_of(error)}") from error
 
 
 def is_reward_function(path: str) -> bool:

@@ -195,8 +195,7 @@ class Run:
         return seconds
 
     def report_mismatch(self, policy: Policy, rollouts: Rollouts) -> None:
-        """Warn if trainer and engine disagree, unless they did in the step before, and end the run after this
-        step if the recipe says so."""
+        """Warn if trainer and engine newly disagree, and end the run after the step if the recipe says so."""
         fault = disagreement(policy.mismatch, self.recipe.rollout) if rollouts.from_engine else None
         before, self.disagrees = self.disagrees, fault is not None
         if fault is None or before:

@@ -43,10 +43,9 @@ def masked_token_logprobs(
     kept instead of the vocabulary (DeepSeek-V3.2, section 3.1: keep the sampling mask).
 
     mask_ids: [m] int64, the kept tokens of the first row of ``logits``, then of the second, ... mask_counts:
-    [n] int64, how many each row has; a row's label is one of its own. sampled: [m] float64, log-probs with
-    which the kept tokens were sampled. The gradient by the logits is then 1 at the label less ``sampled``, in
-    place of the policy, at all kept tokens: its mean over draws from ``sampled`` is 0 (score centering, arXiv
-    2609.20807).
+    [n] int64, how many each row has; a row's label is one of its own. sampled: [m] float64, log-probs of kept
+    tokens when they were sampled. The gradient by the logits is then 1 at the label less ``sampled``, not the
+    policy, at all kept tokens: its mean over draws from it is 0 (score centering, arXiv 2609.20807).
     """
     row = torch.repeat_interleave(mask_counts)
     return _MaskedLogprobs.apply(logits, labels[row] == mask_ids, mask_ids, row, temperature, group, sampled)

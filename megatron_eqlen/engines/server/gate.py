@@ -2,7 +2,8 @@
 
 Trainer and servers have the secret in ``VLLM_API_KEY`` and send it as OpenAI's clients do. vLLM itself asks
 for it only on some paths, and its development endpoints do anything, so ``Gate`` stands before all of them.
-Only the owner may change what a server computes: the first trainer that asks, until its end or ``LEASE``.
+Only the owner may change what a server computes: the first trainer that asks, until it ends or is silent for
+``LEASE``.
 """
 
 from __future__ import annotations

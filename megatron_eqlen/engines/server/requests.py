@@ -70,7 +70,7 @@ def refuse_misshapen(field: str, asked: dict[str, Any], shape: type) -> None:
 
 
 def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
-    """Raise VLLMValidationError, with the field, for tokens and numbers out of range, or not served."""
+    """Raise VLLMValidationError, with the field, for numbers out of range and settings not served."""
     for name, ids in (("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids or [])):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)

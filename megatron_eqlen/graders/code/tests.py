@@ -1,7 +1,6 @@
 r"""The tests of a code problem, as ``Prompt.gold`` holds them, and the comparison of outputs.
 
-Without ``function`` a test is the text of stdin and the expected text of stdout; with it, a list of arguments
-and the expected value::
+Without ``function`` a test is a text of stdin and the expected stdout; with it, arguments and their value::
 
     {"inputs": ["2 3\n"], "outputs": ["5\n"]}
     {"inputs": [[2, 3]], "outputs": [5], "function": "add"}

@@ -337,8 +337,7 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
     if left_out := size - len(kept):
         kept[most // 2 : most // 2] = f"\n... ({left_out} bytes left out)\n".encode()
     os.write(OUTPUT, kept)
-    seconds = time.monotonic() - began
-    return {"status": status, "code": code, "seconds": seconds, "left_running": len(left)}
+    return {"status": status, "code": code, "seconds": time.monotonic() - began, "left_running": len(left)}
 
 
 def _running() -> set[int]:
