@@ -323,7 +323,7 @@ def test_an_advantage_that_is_not_finite_is_refused_with_the_prompt_and_its_rewa
 
 @pytest.mark.parametrize(("name", "reason"), [
     ("mine.parts:divides_by_two_less", r"ZeroDivisionError at parts\.py:\d+: "),
-    ("maxrl", r"ValueError at advantages\.py:\d+: advantage maxrl divides by the mean reward: .* at least 0, found -1"),
+    ("maxrl", r"ValueError at advantages\.py:\d+: advantage maxrl divides .* at least 0, found -1"),
 ])  # fmt: skip
 def test_an_advantage_that_fails_in_a_run_is_named_with_the_prompt_and_its_rewards(package, name, reason):
     mine = recipe(sampling="independent", objective="dr_grpo", loss={"kl_coef": 0.0, "advantage": name})
