@@ -64,7 +64,8 @@ def evaluate(
     scorer.score(groups)
     # Completions without a reward, such as those whose grader failed, unless they count as 0.
     lost = [[part.grade for part in group.unscored() if recipe.reward.on_error != "zero"] for group in groups]
-    graders = [{part.grade.grader for part in group.parts if part.grade} for group in groups]
+    # none of an environment's own grades, or of one that was lost
+    graders = [{part.grade.grader for part in group.parts if part.grade} - {""} for group in groups]
     gathered = gather(list(zip(map(_answers, groups), graders, lost, strict=True)))
     # avg@k needs k rewards: a problem with a lost one is left out.
     answers = {answer.prompt_id: answer for answer, _, lost in gathered if not lost}

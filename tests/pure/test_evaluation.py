@@ -200,6 +200,7 @@ def test_samples_have_their_own_environments_and_a_problem_whose_own_fails_is_le
     result = run(recipe, AnsweringEngine(ANSWERS), conversations=speak)
     assert [answers.rewards for answers in result.answers] == [[1, 1, 1]]
     assert result.manifest["question_ids"] == ["sums/1+1"]
+    assert result.manifest["graders"] == ["Fails"]  # what is lost has none, and evaluations stay alike
     assert "sums: 1 of 2 problems are left out: its environment failed: ConnectionError" in caplog.text
     assert len({*seeds}) == len(seeds)
 
