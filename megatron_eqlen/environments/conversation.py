@@ -90,7 +90,8 @@ class Conversations:
     def answer(self, environment: Environment | None, prompt: Prompt, seed: int, turns: list[Turn]) -> Answer:
         """Let the environment answer the last of ``turns``, all turns of the response so far. None: a new
         one, which is told the turns before; the record stands, whatever it answers to these."""
-        is_new, environment = environment is None, environment or self.make(prompt, seed)
+        # compared with None: one of a user may have a length, and be false
+        environment, is_new = (self.make(prompt, seed), True) if environment is None else (environment, False)
         try:
             # A new environment hears all turns again, or takes the state that was saved before this turn.
             first = 0 if is_new else len(turns) - 1

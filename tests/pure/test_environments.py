@@ -271,6 +271,18 @@ def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, c
     assert "q1/0 has a response without a reward, its environment failed: " + told in caplog.text
 
 
+def test_an_environment_that_is_false_keeps_its_state():
+    """A collection without items is."""
+
+    class Empty(Answers):
+        def __len__(self):
+            return 0
+
+    told, emptied = (words(cls)[0] for cls in (Answers, Empty))
+    lengths = [[len(part) for rollout in each for part in rollout.parts] for each in (told, emptied)]
+    assert lengths[0] == lengths[1]
+
+
 WRONG = {
     "step: expected an Observation whose content is a str, found '7 7' of the type str": ("7 7", 0.0),
     "step: expected an Observation whose content is a str, found .*content=7": (Observation(7), 0.0),
