@@ -81,6 +81,13 @@ def test_arguments_stdin_environment_and_readable_places_arrive(sandbox, tmp_pat
     places = [f"{tmp_path}/home/home/", f"{tmp_path}/home/venv"]
     asked = Command(["cat", f"{places[0]}/shown", places[1]], readable=places)
     assert sandbox.command(asked, EMPTY_FOLDER, SMALL).output == "seenseen"
+    # behind links in another of them, in either order
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all/up").symlink_to(tmp_path / "home")
+    (tmp_path / "all/file").symlink_to("../venv")
+    places = [f"{tmp_path}/all/up", f"{tmp_path}/all", f"{tmp_path}/all/file"]
+    asked = Command(["cat", f"{places[0]}/shown", places[2]], readable=places)
+    assert sandbox.command(asked, EMPTY_FOLDER, SMALL).output == "seenseen"
     missing = sandbox.command(Command(["no-such-program"]), EMPTY_FOLDER, SMALL)
     assert (missing.code, missing.output) == (127, "no-such-program: No such file or directory\n")
 
@@ -190,6 +197,11 @@ LIMITED = {
                        "time.sleep(6)' & done; wait", "memory_limit", ""),
     "memory beside its own": ("python3 -c 'import mmap, time; m = mmap.mmap(-1, 300 << 20); time.sleep(6)'",
                               "memory_limit", ""),
+    "memory beside its own, of which a fork has a page": (
+        "python3 -c 'import ctypes, mmap, os, time\nm = mmap.mmap(-1, 300 << 20)\n"
+        "place = ctypes.addressof(ctypes.c_char.from_buffer(m))\nif not os.fork():\n"
+        " ctypes.CDLL(None).munmap(ctypes.c_void_p(place + 4096), (300 << 20) - 4096)\n"
+        "time.sleep(6)'", "memory_limit", ""),
     "memory that forks share": ("python3 -c 'import os, time\nx = b\"x\" * (120 << 20)\nfor n in 1, 2, 3:\n"
                                 " os.fork() or (time.sleep(1), os._exit(0))\nos.wait()\nprint(len(x))'",
                                 "ended", "125829120"),

@@ -70,7 +70,7 @@ class CommandLimits:
     """Limits of a command and all processes that it starts."""
 
     seconds: float = 60.0
-    """On the clock; each process has as many of CPU time."""
+    """On the clock."""
     memory_mb: int = 1024
     """Limit of all processes together, without the folder."""
     processes: int = 64
@@ -211,8 +211,8 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     """Mount a root of its own, with read-only folders of the machine."""
     # What is mounted from here on stays in this namespace.
     mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
-    # Where their links lead, while the machine's root is there.
-    real = [(os.path.normpath(path), os.path.realpath(path)) for path in readable]
+    # Where their links lead, while the machine's root is there; a folder before what is in it.
+    real = sorted((os.path.normpath(path), os.path.realpath(path)) for path in readable)
     size = f"size={limits.folder_mb}m,nr_inodes={limits.files + OTHER_ENTRIES},mode=755"
     # The new root is a file system in memory, whose size the kernel limits.
     mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, size)
@@ -225,7 +225,7 @@ def _build_root(readable: list[str], limits: CommandLimits) -> None:
     for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)):
         _show(path)
     for path, place in real:
-        _show(path, place)
+        _show(os.path.realpath(path), place)  # a folder that is shown may have a link there
     os.makedirs("/dev")
     for name in DEVICES:
         # A device is mounted on an empty file, since a user namespace cannot make one.
@@ -379,7 +379,8 @@ def _memory_mb(most: int) -> float:
             with open(f"/proc/{number}/smaps_rollup") as rollup, open(f"/proc/{number}/maps", "rb") as maps:
                 own += sum(map(int, re.findall(r"Pss_Anon: +(\d+)", rollup.read()))) << 10
                 for begin, end, *place in SHARED.findall(maps.read().decode(errors="replace")):
-                    places[*place] = int(end, 16) - int(begin, 16)
+                    # a process may have unmapped some of it
+                    places[*place] = max(places.get((*place,), 0), int(end, 16) - int(begin, 16))
         except PermissionError:  # root without the right to look at it
             own += resident * page
         except OSError:  # it has ended
