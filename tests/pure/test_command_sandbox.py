@@ -226,6 +226,24 @@ def test_the_limit_of_time_is_the_clocks_alone(sandbox):
     assert run(sandbox, "ulimit -t").output == "unlimited\n"
 
 
+MAPPED = """python3 -c '
+import mmap, os, time
+private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+own = [mmap.mmap(-1, 4096, private, mmap.PROT_READ | n % 2 * mmap.PROT_WRITE) for n in range(40_000)]
+more = mmap.mmap(-1, 1 << 30, private, mmap.PROT_READ)  # never written: no memory
+began = time.monotonic()
+used = lambda: sum(map(int, open("/proc/1/stat").read().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+before = used()
+time.sleep(2)
+print((used() - before) / (time.monotonic() - began))'"""
+
+
+def test_to_count_memory_takes_a_small_part_of_a_processors_time(sandbox):
+    end = run(sandbox, MAPPED)
+    assert end.status == "ended", end
+    assert float(end.output) < 0.45
+
+
 def test_no_process_outlives_its_command(sandbox):
     marks = descendants(sandbox._zygote)
     more = "sleep 611 & setsid sleep 612 & (setsid nohup sleep 613 > /dev/null &) ; trap '' TERM"

@@ -308,7 +308,7 @@ def _execute(command: list[str], environment: Mapping[str, str], printing: int) 
 
 def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> dict[str, Any]:
     """Wait for the command's end or limit; kill the rest; return the report. ``alone``: in a namespace."""
-    began = time.monotonic()
+    began = due = time.monotonic()
     process = os.pidfd_open(command)
     kept, most, size = bytearray(), limits.output_bytes, 0
     status, code = "ended", None
@@ -321,10 +321,13 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 code = os.waitstatus_to_exitcode(ended[1]) if ended[0] == command else code
-        if code is None and time.monotonic() - began > limits.seconds:
+        now = time.monotonic()
+        if code is None and now - began > limits.seconds:
             status = "time_limit"
-        elif code is None and alone and _memory_mb(limits.memory_mb) > limits.memory_mb:
-            status = "memory_limit"
+        elif code is None and alone and now > due:
+            status = "memory_limit" if _memory_mb(limits.memory_mb) > limits.memory_mb else status
+            # to look at all pages takes long: most of the time is the command's
+            due = time.monotonic() + 4 * (time.monotonic() - now)
     left = _running() - {1} if alone else children()
     left.discard(command if code is None else 0)
     if alone:
@@ -414,12 +417,10 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
-            if place == folder:
-                folders[:] = [name for name in folders if name not in beside]
-                names = [name for name in names if name not in beside]
+            left = beside if place == folder else ()
             # Sorted, so that equal folders give equal archives.
-            folders.sort()
-            for name in sorted(folders + names):
+            folders[:] = sorted(name for name in folders if name not in left)
+            for name in sorted(name for name in folders + names if name not in left):
                 path = os.path.join(place, name)
                 info = archive.gettarinfo(path, os.path.relpath(path, folder))
                 if info is None or (info.isdev() and not info.isfifo()):
@@ -436,10 +437,7 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
                 size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
                 if size > most:
                     raise FolderError(f"its files are longer than {most >> 20} MiB")
-                if not info.isreg():
-                    archive.addfile(info)
-                    continue
-                with open(path, "rb") as content:
+                with open(path, "rb") if info.isreg() else contextlib.nullcontext() as content:
                     archive.addfile(info, content)
     return left_out
 
