@@ -184,7 +184,8 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     """Write a safetensors file with the rights of its folder: the library makes it its owner's alone."""
     with writing(file):
         save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(file.parent.stat().st_mode & 0o666)
+        with contextlib.suppress(PermissionError):  # a file system without rights, such as a USB stick's
+            file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def _of_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,15 @@ def test_weights_have_the_rights_of_their_folder(tmp_path, rights, expected):
     tmp_path.chmod(rights)
     save_tensors({"w": torch.ones(2)}, tmp_path / SINGLE)
     assert (tmp_path / SINGLE).stat().st_mode & 0o777 == expected
+    assert load_file(tmp_path / SINGLE)["w"].tolist() == [1, 1]
+
+
+def test_weights_are_written_where_files_have_no_rights(tmp_path, monkeypatch):
+    def refused(path, mode):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "chmod", refused)
+    save_tensors({"w": torch.ones(2)}, tmp_path / SINGLE)
     assert load_file(tmp_path / SINGLE)["w"].tolist() == [1, 1]
 
 
