@@ -47,8 +47,12 @@ copy() {{
   to="${{@: -1}}"; [ $# -le 2 ] || to="$to/"
   case "$to" in */) mkdir -p "$to";; *) mkdir -p "$(dirname "$to")";; esac || return
   for name in "${{@:1:$#-1}}"; do for path in /{CONTEXT}/$name; do
-    [ -z "$mode" ] || chmod -R "$mode" "$path" || return
     if [ -d "$path" ]; then mkdir -p "$to" && cp -R "$path/." "$to"; else cp "$path" "$to"; fi || return
+    if [ -z "$mode" ]; then :
+    elif [ -f "$path" ] && [ -d "$to" ]; then chmod "$mode" "$to/${{path##*/}}"
+    elif [ -f "$path" ]; then chmod "$mode" "$to"
+    else (cd "$path" && find . -mindepth 1 -depth ! -type l -print0) | (cd "$to" && xargs -r0 chmod "$mode")
+    fi || return
   done; done
 }}
 mkdir -p /tmp /logs/agent /logs/verifier; cd /

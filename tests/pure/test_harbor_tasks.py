@@ -23,13 +23,16 @@ EOF
 WORKDIR /app
 COPY data/*.txt ./in/
 COPY --chown=1:1 --chmod=711 data /data
+COPY data/n.txt later
+COPY data/n.txt now
+COPY --chmod=711 data/n.txt now
 EXPOSE 80
 CMD ["bash"]
 """
 TEST = """\
 #!/bin/bash
 printf '%s|' "$PWD" "$WHERE" "$NAME" "$OLD" "$COLOUR" "$(cat /srv/x/made /note /data/n.txt in/n.txt)"
-[ -e /srv/x/made -a -x /data/n.txt -a ! -x in/n.txt ] || exit
+[ -e /srv/x/made -a -x /data/n.txt -a ! -x in/n.txt -a ! -x later -a -x now ] || exit
 [ "$(cat out)" = 3 ] && [ ! -e /tests/conftest.py ]
 echo $((1 - $?)) > /logs/verifier/reward.txt
 """
