@@ -36,7 +36,6 @@ from megatron_eqlen.models.megatron_checkpoint import (
     read_metadata,
     sharded_weights,
     together,
-    usual_dtype,
     widest_dtype,
 )
 from megatron_eqlen.models.names import local_parameters
@@ -81,9 +80,10 @@ def megatron_to_hf(
     """Convert a checkpoint to a Hugging Face folder like ``source``, its origin, whose dtypes it has, unless
     weights were trained in a wider one. Raises CheckpointError."""
     refuse_existing(Path(out))
-    chunks, _, dtype = _loaded(checkpoint, source, parallel)
-    largest = max(HFFolder(source).entries.values(), key=lambda entry: prod(entry.shape))
-    save_hf(chunks, source, out, None if dtype == DTYPES[largest.dtype] else dtype)
+    chunks, adapters, count = _loaded(checkpoint, source, parallel)
+    dtype, entries = next(chunks[0].parameters()).dtype, HFFolder(source).entries.values()
+    known = sum(prod(entry.shape) for entry in entries if DTYPES[entry.dtype] == dtype)
+    save_hf(chunks, source, out, dtype if adapters or count > known else None)
 
 
 def megatron_to_peft(
@@ -153,17 +153,18 @@ def check_logits_are_comparable(checkpoint: str | Path) -> Path:
 @torch.no_grad()
 def _loaded(
     checkpoint: str | Path, source: str | Path, parallel: ParallelRecipe
-) -> tuple[list[PolicyModel], LoraRecipe | None, torch.dtype]:
-    """Return the model with the checkpoint's weights, the recipe of its adapters or None, its usual dtype."""
+) -> tuple[list[PolicyModel], LoraRecipe | None, int]:
+    """Return the model with the checkpoint's weights in its widest dtype, the recipe of its adapters or None,
+    and how many of its numbers have that dtype."""
     folder, model = HFFolder(source), read_config(source)
     check_folder(folder, model)
     path = together(lambda: find_checkpoint(checkpoint))
     metadata = read_metadata(path)
-    adapters, dtype = adapters_of(path, metadata), widest_dtype(metadata)
+    adapters, (dtype, count) = adapters_of(path, metadata), widest_dtype(metadata)
     chunks = build_model(model, parallel, dtype, separate_norms=adapters is not None)
     if adapters is None:
         _load_weights(chunks, path)
-        return chunks, None, usual_dtype(metadata)
+        return chunks, None, count
     # adapters alone are in the checkpoint: the frozen weights come from the folder
     load_hf(chunks, source)
     lora.add_adapters(chunks, adapters, seed=0)
@@ -172,7 +173,7 @@ def _loaded(
     loaded = load_sharded(state, path)
     for number, chunk in enumerate(chunks):
         lora.load_state_dict(chunk, loaded[str(number)])
-    return chunks, adapters, usual_dtype(metadata)
+    return chunks, adapters, count
 
 
 def _load_weights(chunks: list[PolicyModel], path: Path) -> None:

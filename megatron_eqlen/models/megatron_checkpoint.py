@@ -148,18 +148,13 @@ def adapters_of(path: Path, metadata: Metadata) -> LoraRecipe | None:
     return LoraRecipe.model_validate(content[LORA])
 
 
-def widest_dtype(metadata: Metadata) -> torch.dtype:
-    """Return a dtype that holds every weight of a checkpoint without rounding."""
-    weights = _weights(metadata).items()
+def widest_dtype(metadata: Metadata) -> tuple[torch.dtype, int]:
+    """Return a dtype that holds every weight of a checkpoint unrounded, and how many numbers have it."""
     # a router's bias is not trained, and float32 in any model
-    dtypes = [stored.properties.dtype for key, stored in weights if not key.endswith("expert_bias")]
-    dtype = reduce(torch.promote_types, dtypes or [torch.float32])
-    return dtype if dtype.is_floating_point else torch.float32
-
-
-def usual_dtype(metadata: Metadata) -> torch.dtype:
-    """Return the dtype of the largest weight of a checkpoint: others may be kept in a wider one."""
-    return max(_weights(metadata).values(), key=lambda stored: stored.size.numel()).properties.dtype
+    weights = [stored for key, stored in _weights(metadata).items() if not key.endswith("expert_bias")]
+    dtype = reduce(torch.promote_types, [each.properties.dtype for each in weights] or [torch.float32])
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    return dtype, sum(each.size.numel() for each in weights if each.properties.dtype == dtype)
 
 
 def _weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -357,6 +357,20 @@ def test_a_source_of_two_dtypes_rounds_nothing_that_was_trained_in_the_wider_one
         assert all(torch.equal(found[name], each) for name, each in weights.items())
 
 
+@pytest.mark.parametrize(("own", "floats"), [
+    (("A_log",), ()), (("A_log", "norm.weight"), ("A_log",)), (("",), ("embed_tokens.weight",)),
+], ids=["one", "another", "all"])  # fmt: skip
+def test_a_weight_that_a_checkpoint_alone_has_in_float32_is_not_rounded(tmp_path, own, floats):
+    save_tiny(tmp_path / "trained", "qwen3_next", **SHORT["qwen3_next"])
+    shutil.copytree(tmp_path / "trained", tmp_path / "origin")
+    mixed(tmp_path / "trained", torch.bfloat16, *own)
+    mixed(tmp_path / "origin", torch.bfloat16, *floats)
+    run_ranks(1, to_megatron, str(tmp_path / "trained"), str(tmp_path / "megatron"))
+    run_ranks(1, to_hf, str(tmp_path / "megatron"), str(tmp_path / "origin"), str(tmp_path / "out"))
+    weights, found = (load_file(tmp_path / name / "model.safetensors") for name in ("trained", "out"))
+    assert all(torch.equal(found[name].double(), each.double()) for name, each in weights.items())
+
+
 def test_the_routers_bias_in_float32_widens_no_weight(tmp_path):
     save_tiny(tmp_path / "hf", "glm4_moe", **SHORT["glm4_moe"])
     source = mixed(tmp_path / "hf", torch.bfloat16)
