@@ -34,6 +34,8 @@ if "numpy" in sys.modules:
 os._exit = sys.exit
 os.getpid = os.getppid = os.getuid = os.geteuid = lambda: 2
 sys.stderr = sys.stdout
+# a cell that closes it would end all later ones
+sys.stdout.close = lambda: None
 # where unittest, doctest, timeit and pickle look for names
 main = sys.modules["__main__"] = types.ModuleType("__main__")
 names = main.__dict__

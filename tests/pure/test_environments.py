@@ -716,6 +716,7 @@ def test_the_python_tool_shows_errors_and_finds_names_where_modules_look_for_the
         ("import timeit\ntimeit.timeit('f()', 'from __main__ import f', number=1) > 0", "True"),
         ("class A: pass\nimport pickle\ntype(pickle.loads(pickle.dumps(A()))) is A", "True"),
         ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()", "division by zero"),
+        ("sys.stderr.close(); sys.stdout.close()", "(no output)"),
         ("print('said', file=sys.stderr)", "said"),
     )
     for code, shown in cells:
