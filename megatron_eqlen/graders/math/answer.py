@@ -58,7 +58,8 @@ _MARKUP = _compile(  # what is drawn, not what it means
     # math delimiters, and where ``=`` is aligned; a row's end stays, without its space: ``\\[2pt]``
     (r"(\\\\)(?:\s*\[-?[\d.]+ ?[a-z]{2}\])?|\\[()\[\]]|(?<!\\)(?:\$|&(?=\s*=))", r"\1"),
     (r"\\(?:text|page|f)?color(?:box)?\s*\{[^{}]*\}", ""),
-    (r"\\left\s*\\\{(?=\s*\\begin\{(?:array|aligned)\})|\\(?:left|right)\s*\.", ""),
+    (r"\\left\s*\\\{(?=\s*\\begin\{(?:array|aligned)\})|(?<=\\end\{array\})\s*\\right\s*\\\}"
+     r"|(?<=\\end\{aligned\})\s*\\right\s*\\\}|\\(?:left|right)\s*\.", ""),
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script)style|limits|strut|[lL]arge|LARGE|[hH]uge"
      rf"|(?:foot|script)size|small|tiny|normalsize|bf|it|rm|sf|tt|bfseries|boldmath){_END}", ""),
     # ``10,\!000``
@@ -151,7 +152,7 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:per ?cent(?:age)?|pct)\b|%",
      r"\\%"),
     # ``\begin{cases} x=1 \\ y=2 \end{cases}`` is a list.
-    (r"\\begin\{(cases|aligned|gathered|array)\}(?:\{[lcr]\})?([^&]*?)(?:\\\\\s*)?\\end\{\1\}",
+    (r"\\begin\{(cases|aligned|gathered|array)\}(?:\{[lcr|]+\})?([^&]*?)(?:\\\\\s*)?\\end\{\1\}",
      lambda m: re.sub(r",?\s*\\\\", ",", m[2])),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
     # ``\mathbb{Z}/6\mathbb{Z}`` is ``\mathbb{Z}_{6}``.
