@@ -119,8 +119,10 @@ def name_of(error: BaseException) -> str:
 
 
 def fault_of(error: BaseException) -> str:
-    """Return ``TYPE at FILE:LINE: MESSAGE``, of the line that raised a user's error."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
+    """Return ``TYPE at FILE:LINE: MESSAGE``, of a user's line, or of a library's if there is none."""
+    frames, package = traceback.extract_tb(error.__traceback__), f"{Path(__file__).parents[1]}/"
+    ours = re.compile(rf"/site-packages/|/lib/python3|^{re.escape(package)}")
+    at = ([frame for frame in frames if not ours.search(frame.filename)] or frames)[-1]
     return f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {text_of(error)}"
 
 

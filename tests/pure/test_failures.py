@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import re
 import subprocess
 import sys
 
@@ -141,3 +143,11 @@ def test_a_script_whose_output_is_a_file_says_so_in_one_line(tmp_path):
     assert said.returncode == 2
     assert said.stderr.startswith(f"{script}: {tmp_path}/file")
     assert said.stderr.count("\n") == 1
+
+
+def test_the_fault_of_a_users_call_of_a_library_is_where_it_was_called():
+    try:
+        json.loads("{")
+    except ValueError as error:
+        found = failures.fault_of(error)
+    assert re.match(r"JSONDecodeError at test_failures\.py:\d+: Expecting property name", found)
