@@ -177,11 +177,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
         recipe /= RECIPE
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
     asked = load(recipe, overrides)
+    if not asked.evaluation.benchmarks:
+        raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     # what it trains with is not read, and need not be here
     without = {"data": asked.data.model_copy(update={"sources": []}), "teacher": type(asked.teacher)()}
     job = Job(pinned(asked.model_copy(update=without)))
-    if not asked.evaluation.benchmarks:
-        raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     if out is None:
         raise ValueError("--out: expected a result file (a run folder has a default)")
     refuse_existing(out)

@@ -197,7 +197,7 @@ def by_benchmark(path: Path) -> dict[str, EvaluationResult]:
 
 
 def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, str]:
-    """Return the sha256 of a benchmark's file, of its folder's (not of hidden ones), or of the ``chosen``."""
+    """Return the sha256 of a benchmark's file, of all but hidden files of its folder, or of ``chosen``."""
     # hidden: ``.cache`` of ``hf download``, which holds the time
     every = path.rglob("*") if path.is_dir() else [path]
     files = {str(file.relative_to(path.parent)): file for file in sorted(chosen or every) if file.is_file()}

@@ -56,7 +56,8 @@ def build_minibatches(
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
     Minibatches without a prompt are left out. ``policy_version``: of the trained weights; with it the metrics
     say how stale tokens are. ``gather`` joins the lists of all ranks. ``rank``: this one, which compares the
-    rollouts whose arrays it has and gets the trees of others; None: all. ValueError for an ungraded response.
+    rollouts whose arrays it has and gets the trees of others; None: it compares all. Raises ValueError for an
+    ungraded response.
     """
     objective, homes = job.objective, {rollout.home for rollout in rollouts if rollout.parts}
     together = objective.whitened or job.recipe.equal_length.baseline == "streams"

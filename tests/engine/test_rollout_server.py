@@ -830,7 +830,7 @@ def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, 
 
 
 def test_rows_that_nobody_has_fetched_are_joined_by_completion(monkeypatch):
-    """Of a request for several (``n``), which a run never sends."""
+    """A request for several completions (``n``) is another client's: a run never sends one."""
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 

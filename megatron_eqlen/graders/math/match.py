@@ -82,7 +82,7 @@ def _decimal_commas(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _as_asked(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return both texts, ``answer`` as the gold's choice, word, ratio, time, remainder; or None."""
+    """Return both texts, ``answer`` in the gold's form where that has one; None for times that differ."""
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and _CHOICES.fullmatch(gold):

@@ -413,14 +413,15 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
 def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), opens: bool = False) -> int:
     """Write the files below ``folder`` to an archive of at most ``most`` bytes, by name, but for those in it
     named ``beside``. Follow no link. Return the number of sockets and devices, which are left out. ``opens``:
-    as a command left it: give this user rights to what has none, keep microseconds. OSError, FolderError."""
+    as a command left it: give this user rights to what has none, keep microseconds. Raises OSError,
+    FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
             left = beside if place == folder else ()
             # Sorted, so that equal folders give equal archives.
             folders[:] = sorted(name for name in folders if name not in left)
-            for name in sorted(name for name in folders + names if name not in left):
+            for name in sorted(folders + [name for name in names if name not in left]):
                 path = os.path.join(place, name)
                 info = archive.gettarinfo(path, os.path.relpath(path, folder))
                 if info is None or (info.isdev() and not info.isfifo()):
