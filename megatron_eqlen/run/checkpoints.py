@@ -11,7 +11,7 @@ from megatron_eqlen.recipe.budget import COSTS, Spent
 from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics
 
@@ -21,7 +21,7 @@ class Checkpoints:
 
     def __init__(self, session: Session, folder: RunFolder, page: PageWriter) -> None:
         self._session, self._folder, self._page = session, folder, page
-        self._saving: checkpoint.Saving | None = None
+        self._saving: saved_state.Saving | None = None
         self._seconds = 0.0  # taken to begin the checkpoint that is being written
         self.saved = 0
         """Steps taken when the newest checkpoint was begun."""
@@ -31,7 +31,7 @@ class Checkpoints:
 
         Raises CheckpointError if one was saved and none is there, NonFiniteError if a weight is not finite.
         """
-        position = checkpoint.load(self._folder.checkpoints, policy)
+        position = saved_state.load(self._folder.checkpoints, policy)
         policy.check_weights()
         if position is None:
             if fault := agree(self._folder.lost_checkpoints):
@@ -45,7 +45,7 @@ class Checkpoints:
         ``last``: no step follows, so wait until it is written."""
         position = {"data": agree(lambda: data), **{key: getattr(spent, key) for key in COSTS}}
         with self._session.stage("checkpoint") as seconds:
-            self._saving = checkpoint.begin(
+            self._saving = saved_state.begin(
                 self._folder.checkpoints, spent.steps, policy, position, self._session.recipe.checkpoint.keep
             )
         self.saved, self._seconds = spent.steps, seconds["time/checkpoint"]

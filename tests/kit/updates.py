@@ -16,7 +16,7 @@ from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.weights import load_hf
 from megatron_eqlen.recipe import ParallelRecipe, Recipe
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.recipes import small
@@ -66,7 +66,7 @@ def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:
 
 def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> None:
     """Write ``step``'s checkpoint and wait for it. Collective."""
-    if saving := checkpoint.begin(folder, step, policy, position, keep):
+    if saving := saved_state.begin(folder, step, policy, position, keep):
         saving.finish()
 
 

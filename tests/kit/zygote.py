@@ -31,7 +31,7 @@ from tests.kit.processes import adopt_orphans, name
 
 RANKS = (
     "megatron_eqlen.models.build",  # before anything else of Megatron
-    "megatron_eqlen.training.checkpoint", "megatron_eqlen.training.policy",
+    "megatron_eqlen.training.saved_state", "megatron_eqlen.training.policy",
     # what follows is imported where it is first used
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",

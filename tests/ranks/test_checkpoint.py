@@ -14,7 +14,7 @@ from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.groups import start
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.recipes import small
@@ -53,7 +53,7 @@ def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[
     messages = heard()
     policy = policy_of(model)
     try:
-        position = checkpoint.load(Path(folder), policy)
+        position = saved_state.load(Path(folder), policy)
     except CheckpointError as error:
         return str(error)
     return position, weight(policy), policy.version, [*messages]
@@ -218,7 +218,7 @@ def save_before_training(model: str, folder: str) -> bool:
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     save(Path(folder), 1, policy, {}, keep=1)
     policy = policy_of(model)
-    checkpoint.load(Path(folder), policy)
+    saved_state.load(Path(folder), policy)
     moments = [
         value
         for chained_optimizer in policy.optimizer.chained_optimizers

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly_but
@@ -36,7 +36,7 @@ def carry_on(
     policy = policy_of(folder, processes, parallel)
     if source:
         try:
-            checkpoint.load(Path(source), policy)
+            saved_state.load(Path(source), policy)
         except CheckpointError as error:
             return str(error)
     for _ in range(updates):
@@ -165,7 +165,7 @@ def save_while_generating(folder: str, checkpoints: str, park: str, offload: boo
     saved = numbers(policy)
     policy.park()
     hold_writers(go)
-    saving = checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
+    saving = saved_state.begin(Path(checkpoints), 2, policy, {}, keep=2)
     assert saving is not None
     sent = sum(tensor.numel() for _, tensor in policy.weights())
     latest = checkpoint_folder.latest(Path(checkpoints))
@@ -178,7 +178,7 @@ def save_while_generating(folder: str, checkpoints: str, park: str, offload: boo
     wrong += [] if size == files and sent else [f"{size} bytes, not {files}"]
     policy.unpark()
     policy.update([one_tree_a_row(2)])
-    checkpoint.load(Path(checkpoints), policy)
+    saved_state.load(Path(checkpoints), policy)
     return wrong + (
         [] if same(numbers(policy), saved) and step.name == "step-00000002" else ["other numbers came back"]
     )
@@ -194,7 +194,7 @@ def fail_on_rank_1(folder: str, checkpoints: str) -> tuple[str, list[str]]:
     policy, go = policy_of(folder, 2, {}), threading.Event()
     save(Path(checkpoints), 1, policy, {}, keep=2)
     hold_writers(go, fails_on=1)
-    saving = checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
+    saving = saved_state.begin(Path(checkpoints), 2, policy, {}, keep=2)
     assert saving is not None
     go.set()
     try:
@@ -215,7 +215,7 @@ def die_while_generating(folder: str, checkpoints: str) -> None:
     policy = policy_of(folder, 1, {})
     save(Path(checkpoints), 1, policy, {}, keep=2)
     hold_writers(threading.Event())
-    checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
+    saved_state.begin(Path(checkpoints), 2, policy, {}, keep=2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

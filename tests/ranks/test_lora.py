@@ -27,7 +27,7 @@ from megatron_eqlen.models.lora import _initial, adapters, add_adapters
 from megatron_eqlen.models.names import local_parameters, model_config
 from megatron_eqlen.models.weights import export_adapters, export_hf
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
@@ -257,7 +257,7 @@ def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> int:
     saved = own_adapters(policy)
     policy.update(trees)
     again = Policy(Job(recipe_of(folder, changes | WITH_LORA | {"seed": 7})))
-    checkpoint.load(Path(target), again)
+    saved_state.load(Path(target), again)
     loaded = own_adapters(again)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     again.update(trees)
@@ -286,7 +286,7 @@ def continued(folder: str, changes: dict[str, Any], target: str) -> bool:
     policy.unpark()
     policy.update(trees)
     again = Policy(Job(recipe_of(folder, changes)))
-    checkpoint.load(Path(target), again)
+    saved_state.load(Path(target), again)
     again.update(trees)
     ours, theirs = weights_of(again), weights_of(policy)
     return all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
@@ -406,7 +406,7 @@ def refusals(folders: str, target: str) -> list[str]:
     start(ParallelRecipe(), seed=1)
     for lora in ({"rank": 4, "alpha": 5}, {"rank": 3, "alpha": 5, "targets": ["mlp"]}, {"rank": 0}):
         with pytest.raises(CheckpointError) as refused:
-            checkpoint.load(Path(source), Policy(Job(recipe_of(base, {"lora": lora}))))
+            saved_state.load(Path(source), Policy(Job(recipe_of(base, {"lora": lora}))))
         errors.append(str(refused.value))
     return errors
 

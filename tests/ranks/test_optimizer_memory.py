@@ -8,7 +8,7 @@ import torch
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.processes import cores
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.parking import storage_bytes
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
@@ -124,7 +124,7 @@ def go_over(folder: str, changes: dict[str, Any], checkpoints: str) -> list[str]
         (device, on_host, "device"),
         (host, again, "host"),
     ):
-        checkpoint.load(Path(checkpoints, place), loaded)
+        saved_state.load(Path(checkpoints, place), loaded)
         wrong += [] if same(saved, loaded) else [f"{place}: other numbers came back"]
         wrong += [] if set(steps(loaded)) == {1.0} else [f"{place}: {steps(loaded)} steps"]
     for loaded in (on_host, again):

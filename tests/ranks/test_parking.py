@@ -9,7 +9,7 @@ import torch
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe.phases import phases
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.parking import memory_of
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
@@ -123,7 +123,7 @@ def save_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> list[
 
 def resume_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> list[torch.Tensor]:
     policy = build_policy(folder, changes)
-    checkpoint.load(Path(checkpoints), policy)
+    saved_state.load(Path(checkpoints), policy)
     policy.park()
     policy.unpark()
     policy.update([one_tree_a_row(2)])

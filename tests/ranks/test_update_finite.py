@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.packing.pack import RankRows
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.finite import NonFiniteError
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
@@ -159,7 +159,7 @@ def until_the_end(folder: str, checkpoints: Path) -> tuple[str, int, bool]:
     policy.update([TREES])
     with pytest.raises(NonFiniteError) as error:
         policy.update([TREES])
-    position = checkpoint.load(checkpoints, policy)
+    position = saved_state.load(checkpoints, policy)
     assert position is not None
     return str(error.value), position["step"], same(good, state_of(policy))
 
