@@ -27,7 +27,9 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder, writing
 from megatron_eqlen.models import checkpoint_folder, lora
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.megatron_checkpoint import (
+from megatron_eqlen.models.names import local_parameters
+from megatron_eqlen.models.policy_model import PolicyModel
+from megatron_eqlen.models.torch_dist import (
     adapters_of,
     check_weights,
     checkpoint_metadata,
@@ -38,8 +40,6 @@ from megatron_eqlen.models.megatron_checkpoint import (
     together,
     widest_dtype,
 )
-from megatron_eqlen.models.names import local_parameters
-from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe

@@ -37,7 +37,7 @@ from megatron_eqlen.files import (
 )
 from megatron_eqlen.hf.folder import writing
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded, together
+from megatron_eqlen.models.torch_dist import content_metadata, load_sharded, together
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.training import sharded_state
 from megatron_eqlen.training.policy import Policy

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models import lora
-from megatron_eqlen.models.megatron_checkpoint import LORA, checkpoint_metadata, sharded_weights
+from megatron_eqlen.models.torch_dist import LORA, checkpoint_metadata, sharded_weights
 from megatron_eqlen.training.optimizer import load_state
 from megatron_eqlen.training.policy import Policy
 

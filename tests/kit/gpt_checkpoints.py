@@ -24,7 +24,7 @@ def save_gpt(folder: str, layout: dict[str, Any], checkpoint: str) -> None:
     from megatron_eqlen.models.config import hybrid_arguments, transformer_config
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.layer_specs import stack_spec
-    from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
+    from megatron_eqlen.models.torch_dist import checkpoint_metadata
     from megatron_eqlen.models.weights import load_hf
 
     parallel = ParallelRecipe(**layout)

@@ -14,8 +14,8 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.models import config
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start
-from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata, load_sharded
 from megatron_eqlen.models.names import local_parameters
+from megatron_eqlen.models.torch_dist import checkpoint_metadata, load_sharded
 from megatron_eqlen.models.weights import load_hf
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks

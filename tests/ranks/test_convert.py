@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify_hash, verify_logits
 from megatron_eqlen.models.groups import start
-from megatron_eqlen.models.megatron_checkpoint import content_metadata, find_checkpoint, load_sharded
+from megatron_eqlen.models.torch_dist import content_metadata, find_checkpoint, load_sharded
 from megatron_eqlen.models.weights import export_hf
 from megatron_eqlen.processes.distributed import leave
 from megatron_eqlen.recipe import ParallelRecipe
