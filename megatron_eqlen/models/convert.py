@@ -32,11 +32,11 @@ from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.torch_dist import (
     adapters_of,
     check_weights,
-    checkpoint_metadata,
     find_checkpoint,
     load_sharded,
     read_metadata,
     sharded_weights,
+    sharding_options,
     together,
     widest_dtype,
 )
@@ -185,4 +185,4 @@ def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
 
 
 def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[str, dict]:
-    return {str(n): sharded_weights(chunk, checkpoint_metadata(), stored) for n, chunk in enumerate(chunks)}
+    return {str(n): sharded_weights(chunk, sharding_options(), stored) for n, chunk in enumerate(chunks)}

@@ -218,7 +218,7 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return loaded
 
 
-def checkpoint_metadata() -> dict[str, Any]:
+def sharding_options() -> dict[str, Any]:
     """Return the metadata of sharded state dicts: one tensor per weight, for every layout."""
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models import lora
-from megatron_eqlen.models.torch_dist import LORA, checkpoint_metadata, sharded_weights
+from megatron_eqlen.models.torch_dist import LORA, sharded_weights, sharding_options
 from megatron_eqlen.training.optimizer import load_state
 from megatron_eqlen.training.policy import Policy
 
@@ -88,7 +88,7 @@ def _adapters(policy: Policy) -> dict[str, Any] | None:
 
 def _metadata() -> dict[str, Any]:
     return {
-        **checkpoint_metadata(),
+        **sharding_options(),
         "distrib_optim_sharding_type": "dp_reshardable",
         "chained_optim_avoid_prefix": True,
     }

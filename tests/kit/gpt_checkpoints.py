@@ -24,7 +24,7 @@ def save_gpt(folder: str, layout: dict[str, Any], checkpoint: str) -> None:
     from megatron_eqlen.models.config import hybrid_arguments, transformer_config
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.layer_specs import stack_spec
-    from megatron_eqlen.models.torch_dist import checkpoint_metadata
+    from megatron_eqlen.models.torch_dist import sharding_options
     from megatron_eqlen.models.weights import load_hf
 
     parallel = ParallelRecipe(**layout)
@@ -57,7 +57,7 @@ def save_gpt(folder: str, layout: dict[str, Any], checkpoint: str) -> None:
     if dist.get_rank() == 0:
         Path(checkpoint).mkdir(parents=True)
     dist.barrier()
-    state = {"model": gpt.sharded_state_dict(metadata=checkpoint_metadata())}
+    state = {"model": gpt.sharded_state_dict(metadata=sharding_options())}
     dist_checkpointing.save(state, checkpoint)
 
 

@@ -15,7 +15,7 @@ from megatron_eqlen.models import config
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.names import local_parameters
-from megatron_eqlen.models.torch_dist import checkpoint_metadata, load_sharded
+from megatron_eqlen.models.torch_dist import load_sharded, sharding_options
 from megatron_eqlen.models.weights import load_hf
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
@@ -37,7 +37,7 @@ def build(folder: Path, layout: dict[str, Any], engine: bool) -> list:
 
 
 def sharded(chunks: list) -> dict[str, Any]:
-    return chunks[0].sharded_state_dict(metadata=checkpoint_metadata())
+    return chunks[0].sharded_state_dict(metadata=sharding_options())
 
 
 def tensors(chunks: list) -> set[tuple]:
