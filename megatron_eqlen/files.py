@@ -43,10 +43,6 @@ ABANDONED = 60.0
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-class CheckpointError(ValueError):
-    """Weights or a checkpoint that cannot be read or written; the message names the file and the tensor."""
-
-
 def scratch(kind: str) -> str:
     """Make ``/tmp/eqlen-KIND-*``, locked until this process ends, and remove such folders without a lock."""
     for left in glob.glob(f"{tempfile.gettempdir()}/eqlen-{kind}-*"):
@@ -202,7 +198,7 @@ def replaced(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder ``.NAME.partial`` to fill. It is renamed to ``path`` when the block ends; an
-    error removes it. Raises CheckpointError if ``path`` exists, or if its ``.NAME.partial`` does."""
+    error removes it. Raises ValueError if ``path`` exists, or if its ``.NAME.partial`` does."""
     path = path.absolute()
     # Refused before the work, and again after it: somebody may create it meanwhile.
     refuse_existing(path)
@@ -213,7 +209,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             # The folder is the lock: of two writers one finds it there.
             partial.mkdir()
         except FileExistsError:
-            raise CheckpointError(
+            raise ValueError(
                 f"{path}: another process is writing it, or was killed and left {partial}: remove it then"
             ) from None
         try:
@@ -240,7 +236,7 @@ def remove_partial(folder: Path, name: str = "*") -> None:
 
 def refuse_existing(path: Path) -> None:
     if os.path.lexists(path):
-        raise CheckpointError(f"{path}: exists already; choose another output or remove it")
+        raise ValueError(f"{path}: exists already; choose another output or remove it")
 
 
 def refuse_unwritable(folder: Path) -> None:

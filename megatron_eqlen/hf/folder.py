@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, save_file
 from torch import Tensor
 
-from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json, write_json
+from megatron_eqlen.files import is_lfs_pointer, read_json, write_json
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.hf.families import HEAD, embedding, weight_map
 from megatron_eqlen.hf.hub import TEMPLATES
@@ -40,6 +40,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5
 
 # ``model.layers.0.mlp.experts.gate_up_proj``
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read or written; the message names the file and the tensor."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,13 @@ class HFFolder:
 
     Like Transformers (``modeling_utils._get_resolved_checkpoint_files``) it ignores an index beside
     ``model.safetensors``, with a warning. Experts fused on disk (``experts.gate_up_proj [experts, 2 x width,
-    hidden]``) appear one by one, as in Qwen's checkpoints. Raises CheckpointError for missing or bad files.
+    hidden]``) appear one by one, as in Qwen's checkpoints. Raises WeightsError for missing or bad files.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: no such folder")
+            raise WeightsError(f"{self.path}: no such folder")
         self.index = None if (self.path / SINGLE).is_file() else _read_index(self.path)
         self.files = sorted(set(self.index["weight_map"].values())) if self.index else [SINGLE]
         if not self.index and (self.path / INDEX).is_file():
@@ -86,13 +90,13 @@ class HFFolder:
         return stored.get_slice(entry.stored)[entry.expert, entry.start : entry.start + entry.shape[0]]
 
     def check_vllm_reads_the_same(self) -> None:
-        """Raise CheckpointError if vLLM would load other files (``model_loader/default_loader.py``)."""
+        """Raise WeightsError if vLLM would load other files (``model_loader/default_loader.py``)."""
         index = _read_index(self.path) if (self.path / INDEX).is_file() else None
         present = {file.name for file in self.path.glob("*.safetensors")}
         theirs = set(index["weight_map"].values()) if index else present
         if theirs != set(self.files):
             differ = f"Transformers loads {first_few(self.files)}, vLLM would load {first_few(theirs)}"
-            raise CheckpointError(f"{self.path}: {differ}: remove what is stale, {INDEX} or *.safetensors")
+            raise WeightsError(f"{self.path}: {differ}: remove what is stale, {INDEX} or *.safetensors")
 
     def _read_entries(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
@@ -101,12 +105,12 @@ class HFFolder:
                 for single, entry in _unfused(self.path, stored):
                     # Two files must not both hold a tensor: which one counts would be chance.
                     if (known := entries.setdefault(single, entry)) is not entry:
-                        raise CheckpointError(f"{self.path / file}: {single} is in {known.file} already")
+                        raise WeightsError(f"{self.path / file}: {single} is in {known.file} already")
         # Fused experts stand under the name of their tensor, too.
         files = {name: each.file for single, each in entries.items() for name in (single, each.stored)}
         for name, file in self.index["weight_map"].items() if self.index else ():
             if files.get(name) != file:
-                raise CheckpointError(f"{self.path / file}: {name} is missing, though {INDEX} has it there")
+                raise WeightsError(f"{self.path / file}: {name} is missing, though {INDEX} has it there")
         return entries
 
 
@@ -130,10 +134,10 @@ class FolderWriter:
         self._held: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write ``tensor``. Raises CheckpointError if it does not fit."""
+        """Write ``tensor``. Raises WeightsError if it does not fit."""
         entry = self.source.entries[name]
         if tuple(tensor.shape) != entry.shape:
-            raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
+            raise WeightsError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
         # A copy: the caller may use its buffer again.
         held = tensor.detach().to("cpu", self._dtypes[name], copy=True).contiguous()
         self._held[entry.file][name] = held
@@ -167,7 +171,7 @@ class FolderWriter:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise CheckpointError with the free disk space if the block cannot write ``path``: neither torch nor
+    """Raise ValueError with the free disk space if the block cannot write ``path``: neither torch nor
     safetensors raises OSError for a full disk."""
     from torch.distributed.checkpoint.api import CheckpointException  # slow to import
 
@@ -177,7 +181,7 @@ def writing(path: Path) -> Iterator[None]:
         # torch's is on every rank, and has the reasons on rank 0 alone
         reasons = [*getattr(error, "failures", {0: (error,)}).values(), ("see the message of rank 0",)]
         free = shutil.disk_usage(path.parent).free / 1e9
-        raise CheckpointError(f"{path}: could not be written: {reasons[0][0]} ({free:.2f} GB free)") from None
+        raise ValueError(f"{path}: could not be written: {reasons[0][0]} ({free:.2f} GB free)") from None
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -213,11 +217,11 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, "pt")
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file") from None
+        raise WeightsError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
         if is_lfs_pointer(file):
-            raise CheckpointError(f"{file}: a pointer of Git LFS: run git lfs pull there") from None
-        raise CheckpointError(f"{file}: not a safetensors file, or truncated: {error}") from None
+            raise WeightsError(f"{file}: a pointer of Git LFS: run git lfs pull there") from None
+        raise WeightsError(f"{file}: not a safetensors file, or truncated: {error}") from None
 
 
 def _entries(file: Path, opened: Any) -> Iterator[Entry]:
@@ -225,7 +229,7 @@ def _entries(file: Path, opened: Any) -> Iterator[Entry]:
     for name in opened.offset_keys():
         part = opened.get_slice(name)
         if part.get_dtype() not in DTYPES:
-            raise CheckpointError(f"{file}: {name}: dtype {part.get_dtype()} is not supported")
+            raise WeightsError(f"{file}: {name}: dtype {part.get_dtype()} is not supported")
         yield Entry(file.name, part.get_dtype(), tuple(part.get_shape()), name)
 
 
@@ -237,18 +241,18 @@ def _read_index(folder: Path) -> dict[str, Any]:
         found = f"neither, but {first_few(others)}" if others else "neither"
         if (folder / "adapter_config.json").is_file():
             found += ": a PEFT adapter, which model.path cannot name: merge it into its model"
-        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found {found}")
+        raise WeightsError(f"{folder}: expected {SINGLE} or {INDEX}, found {found}")
     try:
         index = read_json(file)
     except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        raise WeightsError(str(error)) from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file}: not an index of safetensors files: no weight_map")
+        raise WeightsError(f"{file}: not an index of safetensors files: no weight_map")
     # A path in an index could lead out of the folder.
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable():
-            raise CheckpointError(f"{file}: {name!a}: expected the name of a file beside it, found {shard!a}")
+            raise WeightsError(f"{file}: {name!a}: expected the name of a file beside it, found {shard!a}")
     return index
 
 
@@ -262,7 +266,7 @@ def _unfused(folder: Path, stored: Entry) -> Iterator[tuple[str, Entry]]:
     if len(stored.shape) != 3 or stored.shape[1] % len(parts):
         expected = "[experts, 2 x width, hidden]" if len(parts) == 2 else "[experts, hidden, width]"
         where = f"{folder / stored.file}: {stored.stored}"
-        raise CheckpointError(f"{where}: expected shape {expected}, found {list(stored.shape)}")
+        raise WeightsError(f"{where}: expected shape {expected}, found {list(stored.shape)}")
     # [experts, 2 x width, hidden]: the gate's rows, then those of up.
     experts, rows, columns = stored.shape
     rows //= len(parts)
@@ -294,7 +298,7 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
     """Return the weights by Megatron name if ``folder`` has all in their shapes; warn of unused ones."""
     family = read_config(folder.path).model_type
     if family != model.model_type:
-        raise CheckpointError(f"{folder.path}: expected a {model.model_type} model, found {family}")
+        raise WeightsError(f"{folder.path}: expected a {model.model_type} model, found {family}")
     weights = weight_map(model)
     for weight in weights:
         for name, shape in zip(weight.hf, weight.shapes, strict=True):
@@ -316,17 +320,17 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
 def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
     entry = folder.entries.get(name)
     if entry is None:
-        raise CheckpointError(f"{folder.path}: {name} is missing")
+        raise WeightsError(f"{folder.path}: {name} is missing")
     where = f"{folder.path / entry.file}: {name}"
     if entry.shape != shape:
-        raise CheckpointError(f"{where}: expected shape {shape}, found {entry.shape}")
+        raise WeightsError(f"{where}: expected shape {shape}, found {entry.shape}")
     if DTYPES[entry.dtype] not in WEIGHT_DTYPES:
         expected = "F32, BF16, F16 or F64 (dequantise a quantised model first)"
-        raise CheckpointError(f"{where}: {entry.dtype} is not a weight's dtype: expected {expected}")
+        raise WeightsError(f"{where}: {entry.dtype} is not a weight's dtype: expected {expected}")
 
 
 def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
-    """Raise CheckpointError if an output layer differs from tied embeddings: only vLLM would tie them."""
+    """Raise WeightsError if an output layer differs from tied embeddings: only vLLM would tie them."""
     if HEAD not in folder.entries:
         return
     _check_tensor(folder, HEAD, embeddings.shapes[0])
@@ -336,4 +340,4 @@ def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
     if not all(torch.equal(row.double(), other.double()) for row, other in zip(*rows, strict=True)):
         remedy = f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"
         differs = f"config.json has tie_word_embeddings: true, but {HEAD} differs from {name}"
-        raise CheckpointError(f"{folder.path}: {differs}. {remedy}")
+        raise WeightsError(f"{folder.path}: {differs}. {remedy}")

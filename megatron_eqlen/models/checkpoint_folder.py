@@ -19,7 +19,6 @@ from typing import Any
 
 from megatron_eqlen.files import (
     LATEST,
-    CheckpointError,
     new_folder,
     opened,
     read_json,
@@ -34,6 +33,10 @@ BLOCK = 1 << 20
 READERS = min(8, os.cpu_count() or 1)
 
 Manifest = dict[str, dict[str, Any]]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read; the message names the file and the tensor."""
 
 
 def steps(folder: Path) -> list[Path]:

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
+from megatron_eqlen.files import new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder, writing
 from megatron_eqlen.models import checkpoint_folder, lora
 from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.names import local_parameters
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.torch_dist import (
@@ -51,7 +52,7 @@ ALONE = ParallelRecipe()
 
 @torch.no_grad()
 def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe = ALONE) -> None:
-    """Convert a Hugging Face folder to a checkpoint. Raises CheckpointError and ConfigError."""
+    """Convert a Hugging Face folder to a checkpoint. Raises WeightsError and ConfigError."""
     out = Path(out)
     refuse_existing(out)
     folder, model = HFFolder(source), read_config(source)
@@ -78,7 +79,7 @@ def megatron_to_hf(
     checkpoint: str | Path, source: str | Path, out: str | Path, parallel: ParallelRecipe = ALONE
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder like ``source``, its origin, whose dtypes it has, unless
-    weights were trained in a wider one. Raises CheckpointError."""
+    weights were trained in a wider one. Raises CheckpointError and WeightsError."""
     refuse_existing(Path(out))
     chunks, adapters, count = _loaded(checkpoint, source, parallel)
     dtype, entries = next(chunks[0].parameters()).dtype, HFFolder(source).entries.values()

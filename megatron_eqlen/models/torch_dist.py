@@ -25,9 +25,10 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from megatron_eqlen.files import CheckpointError, opened
+from megatron_eqlen.files import opened
 from megatron_eqlen.hf.folder import WEIGHT_DTYPES, first_few
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import LoraRecipe

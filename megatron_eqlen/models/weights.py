@@ -38,7 +38,7 @@ experts of an 80B model would be 147,000 broadcasts of 2 MB.)"""
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Fill this rank's chunks from a Hugging Face folder, cast to their dtype. Raises CheckpointError."""
+    """Fill this rank's chunks from a Hugging Face folder, cast to their dtype. Raises WeightsError."""
     model = model_config(chunks)
     folder = HFFolder(path)
     by_name = check_folder(folder, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.budget import COSTS, Spent

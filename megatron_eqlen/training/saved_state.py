@@ -26,17 +26,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_eqlen.files import (
-    CheckpointError,
-    new_folder,
-    remove_partial,
-    step_folders,
-    step_name,
-    step_number,
-    unused,
-)
+from megatron_eqlen.files import new_folder, remove_partial, step_folders, step_name, step_number, unused
 from megatron_eqlen.hf.folder import writing
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.torch_dist import content_metadata, load_sharded, together
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.training import sharded_state

@@ -13,8 +13,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models import lora
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.torch_dist import LORA, sharded_weights, sharding_options
 from megatron_eqlen.training.optimizer import load_state
 from megatron_eqlen.training.policy import Policy

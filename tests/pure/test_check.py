@@ -21,9 +21,9 @@ from megatron_eqlen.check import CHECKS, check, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.graders.sandbox.probe import find_python
 from megatron_eqlen.graders.sandbox.program import Isolation
+from megatron_eqlen.hf.folder import WeightsError
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.plan.memory import memory
@@ -382,7 +382,7 @@ def test_a_tokenizer_with_tokens_that_have_no_embedding_is_found(trained, tmp_pa
 
 def test_missing_tensors_are_found_except_in_short(trained, tmp_path):
     (tmp_path / "model/model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'model'}: "):
+    with pytest.raises(WeightsError, match=f"^{tmp_path / 'model'}: "):
         software.inputs(trained())
     assert software.inputs(replace(trained(), short=True)).text.endswith("are there")
 

@@ -11,9 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.engines.weight_table import WeightTable
-from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import INDEX, SINGLE, FolderWriter, HFFolder, check_folder, save_tensors
+from megatron_eqlen.hf.folder import (
+    INDEX,
+    SINGLE,
+    FolderWriter,
+    HFFolder,
+    WeightsError,
+    check_folder,
+    save_tensors,
+)
 from tests.kit.tiny_models import save_tiny
 
 HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
@@ -28,7 +35,7 @@ HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
 ], ids=["empty", "a header longer than the file", "no JSON", "truncated", "bytes at the end"])  # fmt: skip
 def test_malformed_files_are_named(tmp_path, content):
     (tmp_path / SINGLE).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file, or truncated: "):
+    with pytest.raises(WeightsError, match=r"model\.safetensors: not a safetensors file, or truncated: "):
         HFFolder(tmp_path)
 
 
@@ -92,7 +99,7 @@ def test_a_folder_saved_twice_is_read_as_transformers_reads_it(tiny, caplog):
 def test_a_folder_that_vllm_reads_otherwise_is_named(tiny, caplog):
     HFFolder(tiny).check_vllm_reads_the_same()
     shard(tiny, scale=0.5)
-    with pytest.raises(CheckpointError, match=r"vLLM would load model-00001-of-00002\.safetensors, model-"):
+    with pytest.raises(WeightsError, match=r"vLLM would load model-00001-of-00002\.safetensors, model-"):
         HFFolder(tiny).check_vllm_reads_the_same()
     (tiny / SINGLE).unlink()
     HFFolder(tiny).check_vllm_reads_the_same()
@@ -120,7 +127,7 @@ def test_vllms_own_choice_of_files_is_known(tmp_path, files, indexed):
         try:
             folder.check_vllm_reads_the_same()
             same = True
-        except CheckpointError:
+        except WeightsError:
             same = False
         assert same == ({tmp_path / file for file in folder.files} == set(map(type(tmp_path), theirs)))
 
@@ -168,7 +175,7 @@ BAD_INDEX = {
 def test_bad_indices_are_named(tiny, fault):
     damage, message = BAD_INDEX[fault]
     damage(tiny)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(WeightsError, match=message):
         HFFolder(tiny)
 
 
@@ -180,7 +187,7 @@ def rewrite(folder, **changes) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
 def test_dtypes_that_no_weight_has_are_refused(tiny, dtype):
     rewrite(tiny, **{"model.norm.weight": torch.ones(64).to(dtype)})
-    with pytest.raises(CheckpointError, match=r"safetensors: model\.norm\.weight: .* not a weight's dtype"):
+    with pytest.raises(WeightsError, match=r"safetensors: model\.norm\.weight: .* not a weight's dtype"):
         check_folder(HFFolder(tiny), read_config(tiny))
 
 
@@ -242,7 +249,7 @@ def test_fused_experts_are_read_one_by_one_from_a_file_or_by_an_index(fused):
 def test_fused_experts_of_another_rank_are_named(fused, shape):
     rewrite(fused[0], **{"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(shape)})
     message = r"layers\.1\.mlp\.experts\.gate_up_proj: expected shape \[experts, 2 x"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(WeightsError, match=message):
         HFFolder(fused[0])
 
 
@@ -256,7 +263,7 @@ def test_a_head_that_differs_from_tied_embeddings_is_refused_by_name(tmp_path, h
     """Transformers would not tie them, vLLM would: trainer and engine must be one model."""
     tied_with_head(tmp_path, head)
     for read in (lambda path: check_folder(HFFolder(path), read_config(path)), WeightTable.read):
-        with pytest.raises(CheckpointError, match=r"tie_word_embeddings: true, but lm_head\.weight differs"):
+        with pytest.raises(WeightsError, match=r"tie_word_embeddings: true, but lm_head\.weight differs"):
             read(tmp_path)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.policy import Policy

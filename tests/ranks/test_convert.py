@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify_hash, verify_logits
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.torch_dist import content_metadata, find_checkpoint, load_sharded

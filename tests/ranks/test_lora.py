@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.lora import _initial, adapters, add_adapters
 from megatron_eqlen.models.names import local_parameters, model_config

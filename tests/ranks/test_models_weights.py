@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.files import CheckpointError, read_json, write_json
+from megatron_eqlen.files import read_json, write_json
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import HFFolder, check_folder
+from megatron_eqlen.hf.folder import HFFolder, WeightsError, check_folder
 from megatron_eqlen.models import weights
 from megatron_eqlen.models.names import global_name
 from megatron_eqlen.models.weights import export_hf, save_hf
@@ -260,7 +260,7 @@ def test_broken_folders_are_named(published, fault):
     model = read_config(published)
     damage, message = BROKEN[fault]
     damage(published)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(WeightsError, match=message):
         check_folder(HFFolder(published), model)
 
 

@@ -30,7 +30,7 @@ class FolderSender:
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Send the weights; return how many. The next part is written while one is read. Raises EngineError
-        when no replica is left, CheckpointError for a full disk, and whatever ``named_tensors`` raises."""
+        when no replica is left, ValueError for a full disk, and whatever ``named_tensors`` raises."""
         count, reading, written = 0, dict[Replica, Any](), self.folder / "none"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a trainer that was killed
         self.folder.mkdir(parents=True)
