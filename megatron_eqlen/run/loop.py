@@ -64,9 +64,9 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
             # the checkpoint of the step before was written during the harvest; the update changes its tensors
             step = step.log(run.checkpoints.finish())
             step = step.log(run.unpark(policy))
-            step = run.update(step, policy, trees)
+            step, updated = run.update(step, policy, trees)
             step = step.log(run.park(policy))
-            run.report_mismatch(policy, rollouts)
+            run.report_mismatch(updated, rollouts)
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)

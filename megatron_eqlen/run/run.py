@@ -31,7 +31,7 @@ from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.profile import gain_metrics
 from megatron_eqlen.training.agreement import MismatchError, disagreement
-from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.training.policy import Policy, Updated
 from megatron_eqlen.training.profiler import Profiler
 from megatron_eqlen.types import UNSCORED, Metrics, TokenTree
 
@@ -174,13 +174,13 @@ class Run:
             metrics["objective/effective_per_1k_tokens"] = 1000 * effective / generated
         return step.log(metrics | seconds), minibatches
 
-    def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
+    def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> tuple[Step, Updated]:
         with self.session.stage("train") as seconds:
-            metrics = policy.update(minibatches, step.drawn)
+            updated = policy.update(minibatches, step.drawn)
         # every epoch computes all rows again
-        trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
+        trained = updated.metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
         speed = trained / seconds["time/train"]
-        return step.log(metrics | seconds | {"train/tokens_per_second": speed})
+        return step.log(updated.metrics | seconds | {"train/tokens_per_second": speed}), updated
 
     def park(self, policy: Policy) -> Metrics:
         """Free the accelerator's memory for the engine."""
@@ -194,13 +194,13 @@ class Run:
             policy.unpark()
         return seconds
 
-    def report_mismatch(self, policy: Policy, rollouts: Rollouts) -> None:
+    def report_mismatch(self, updated: Updated, rollouts: Rollouts) -> None:
         """Warn if trainer and engine newly disagree, and end the run after the step if the recipe says so."""
-        fault = disagreement(policy.mismatch, self.recipe.rollout) if rollouts.from_engine else None
+        fault = disagreement(updated.mismatch, self.recipe.rollout) if rollouts.from_engine else None
         before, self.disagrees = self.disagrees, fault is not None
         if fault is None or before:
             return
-        difference, place = policy.worst
+        difference, place = updated.worst
         self.session.progress.warn(f"{fault}; most, by {difference:.3g}, in {place}")
         if self.recipe.rollout.mismatch.then == "stop":
             self.stopped_by = fault

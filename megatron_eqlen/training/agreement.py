@@ -24,6 +24,8 @@ from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 DRAWN_SHARE = 1 / 16
 """Share of a step's generated tokens in drawn lines. A row full may be more than a small step trains."""
+NO_TOKEN = (-1.0, "")
+"""Worst token and its place where no token is comparable."""
 
 
 class MismatchError(ValueError):
@@ -49,12 +51,12 @@ def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
 
 
 def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
-    """Return the largest |log-prob difference| of this rank's comparable tokens, and its place ("": none)."""
+    """Return the largest |log-prob difference| of this rank's comparable tokens, and its place."""
     differences = [torch.where(loss.compared, loss.log_ratio.abs(), -1.0) for loss in losses]
     peaks = [float(values.max()) if len(values) else -1.0 for values in differences]
     number = int(np.argmax(peaks))
     if not peaks[number] >= 0:
-        return -1.0, ""
+        return NO_TOKEN
     # reading a row fills it again, so only the row with the peak is read
     row, at = rows[number], supervised_positions(rows[number])[int(differences[number].argmax())]
     segment = int(row.segment_ids[at])

@@ -32,7 +32,7 @@ from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training import finite
-from megatron_eqlen.training.agreement import Compared, mismatch_of, worst_token
+from megatron_eqlen.training.agreement import NO_TOKEN, Compared, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows, supervised_positions
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
@@ -75,6 +75,17 @@ class Minibatch:
         return self.rows is None or bool(self.rows.planned.forest.weight.any())
 
 
+@dataclass(frozen=True)
+class Updated:
+    """Result of an update, the same on every rank. ``mismatch``: mean |trainer - engine| log-prob over its
+    comparable tokens, or over those of drawn lines if it is larger; None: there are none. ``worst``: the
+    largest, and its token's place."""
+
+    metrics: Metrics
+    mismatch: float | None
+    worst: tuple[float, str]
+
+
 class Policy:
     """Policy built with the weights at ``model.path``, which are also those of the reference model."""
 
@@ -112,13 +123,6 @@ class Policy:
         """Number of optimizer steps taken."""
         self.skipped_in_a_row = 0
         """Number of skipped updates since the last taken update."""
-        self.mismatch: float | None = None
-        """Mean |trainer - engine| log-prob over comparable tokens of the newest ``update``, or over those of
-        drawn lines if it is larger (``agreement``); None: there are none."""
-        self.version_before = 0
-        """``version`` before the newest ``update``."""
-        self.worst = (-1.0, "")
-        """Largest |trainer - engine| log-prob of the newest ``update``, and its token's place."""
 
     def park(self) -> Metrics:
         """Free memory for the engine, as ``rollout.park_trainer`` specifies, and return its bytes.
@@ -131,7 +135,7 @@ class Policy:
         """Restore the memory that ``park`` freed, bit for bit; gradients are zeros."""
         self.memory.unpark()
 
-    def update(self, minibatches: list[list[TokenTree]], drawn: Sequence[TokenTree] = ()) -> Metrics:
+    def update(self, minibatches: list[list[TokenTree]], drawn: Sequence[TokenTree] = ()) -> Updated:
         """Train on the step's trees: an optimizer step per minibatch, ``loss.epochs`` times over. Collective.
 
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
@@ -141,24 +145,25 @@ class Policy:
         Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
         """
         assert not self.memory.away, "parked"
-        self.worst, self.version_before = (-1.0, ""), self.version
-        compared = self.compare(drawn)
+        sampled_by, compared = self.version, self.compare(drawn)
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
         # before the first update: `old` is of the weights that the step began with; one update needs none
         for rows in every_rows:
             self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
-        steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
+        steps = [self._step(batch, sampled_by) for _ in range(self.recipe.loss.epochs) for batch in batches]
         packed = m.in_turn([b.exchanged | b.rows.planned.metrics for b in batches if b.rows is not None])
         # both counts have a value where no step is taken
-        metrics = packed | m.in_turn([{"train/updates": 0.0, "train/skipped_updates": 0.0}, *steps])
-        self.mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
+        idle = {"train/updates": 0.0, "train/skipped_updates": 0.0}, NO_TOKEN
+        of_steps, worst_of_steps = zip(idle, *steps, strict=True)
+        metrics, worst = packed | m.in_turn(of_steps), max(worst_of_steps)
+        mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
         if compared:
             of_drawn = Compared.joined(compared.values())
             metrics["mismatch/drawn_abs_diff"] = of_drawn.mean
-            self.mismatch = float(np.maximum(of_drawn.mean, self.mismatch or 0.0))  # NaN if one is
-            self.worst = max(self.worst, of_drawn.worst)
-        return metrics
+            mismatch = float(np.maximum(of_drawn.mean, mismatch or 0.0))  # NaN if one is
+            worst = max(worst, of_drawn.worst)
+        return Updated(metrics, mismatch, worst)
 
     def compare(self, trees: Sequence[TokenTree]) -> dict[str, Compared]:
         """Return sums of the log-probs, in trainer and engine, of supervised tokens that the present weights
@@ -260,12 +265,13 @@ class Policy:
         temperature, chunk = self.recipe.trained_temperature, self.recipe.packing.logits_chunk
         return run_rows(model or self.model, rows, temperature, result, train=train, logits_chunk=chunk)
 
-    def _step(self, batch: Minibatch) -> Metrics:
-        """Take or skip one optimizer step with this rank's rows."""
+    def _step(self, batch: Minibatch, sampled_by: int) -> tuple[Metrics, tuple[float, str]]:
+        """Take or skip one optimizer step with this rank's rows; return metrics and ``Updated.worst``.
+        ``sampled_by``: version of the weights whose tokens are compared with the engine."""
         if batch.problem:
-            return self._skip(batch.problem)
+            return self._skip(batch.problem), NO_TOKEN
         assert batch.rows is not None
-        losses = self._backward(batch.rows)
+        losses = self._backward(batch.rows, sampled_by)
         grad_norm = gradient_norm(self.optimizer)
         nodes = batch.rows.planned.forest.nodes if grad_norm == 0 and is_rank0() else []
         if any(node.weight and np.any(node.advantage) for node in nodes):
@@ -273,26 +279,26 @@ class Policy:
         # the last pipeline stages of all data-parallel ranks know metrics and worst token
         local = (reduce_metrics(losses, groups.own().dp), worst_token(batch.rows, losses)) if losses else None
         stages = [part for part in gather([local]) if part is not None]
-        self.worst, measured = max(self.worst, *(worst for _, worst in stages)), stages[0][0]
+        worst, measured = max(worst for _, worst in stages), stages[0][0]
         problem = finite.first_problem(
             finite.row_problem(batch.rows, losses) or finite.gradient_problem(self.chunks, grad_norm)
         )
         if problem:
-            return self._skip(problem)
+            return self._skip(problem), worst
         self.schedule.step(increment=1)  # before the update, since the first learning rate is 0
         take_step(self.optimizer, grad_norm)
         self.version, self.skipped_in_a_row = self.version + 1, 0
         rate = self.optimizer.param_groups[0]["lr"]
         taken = {"train/updates": 1.0, "train/grad_norm": grad_norm, "train/lr": rate}
-        return measured | (batch.rows.agreement or {}) | taken
+        return measured | (batch.rows.agreement or {}) | taken, worst
 
-    def _backward(self, rows: RankRows) -> list[RowLoss]:
+    def _backward(self, rows: RankRows, sampled_by: int) -> list[RowLoss]:
         """Compute the rows' gradients; return each row's loss and metrics, on the last pipeline stage."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self._comparing_routes(rows):
-            return self._run(rows, self._loss, train=True)
+            return self._run(rows, partial(self._loss, sampled_by=sampled_by), train=True)
 
     @contextlib.contextmanager
     def _comparing_routes(self, rows: RankRows) -> Iterator[None]:
@@ -319,7 +325,7 @@ class Policy:
         return {"train/updates": 0.0, "train/skipped_updates": 1.0}
 
     def _loss(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray, sampled_by: int
     ) -> tuple[torch.Tensor, RowLoss]:
         def of(values: np.ndarray) -> torch.Tensor:
             # [n]: the row's supervised positions on this rank
@@ -335,7 +341,7 @@ class Policy:
             segment_ids=of(row.segment_ids),
             rollout_logprobs=None if self.recipe.supervised else of(row.column("logprobs")),
             others={policy: of(known) for policy, known in others.items()},
-            compared=of(row.column("versions") == self.version_before) if trains_older else None,
+            compared=of(row.column("versions") == sampled_by) if trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,
         )

@@ -51,7 +51,7 @@ def graded(rollouts: list[Rollout]) -> list[Rollout]:
 
 def update(path: str, rollouts: list[Rollout], changes: dict) -> Metrics:
     minibatches, _ = build_minibatches(rollouts, Job(recipe_of()))
-    return build_policy(path, SECTIONS | changes).update(minibatches)
+    return build_policy(path, SECTIONS | changes).update(minibatches).metrics
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("qwen3_moe", {"pipeline": 2}), ("qwen3_next", {"tensor": 2})])

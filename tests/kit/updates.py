@@ -107,7 +107,7 @@ def update(
 ) -> tuple[Metrics, dict[str, torch.Tensor]]:
     """Return metrics and weights after one ``Policy.update``."""
     policy = build_policy(folder, changes)
-    return policy.update(minibatches), weights_of(policy)
+    return policy.update(minibatches).metrics, weights_of(policy)
 
 
 def layout(processes: int, **parallel: Any) -> dict[str, Any]:

@@ -47,11 +47,11 @@ def calls(monkeypatch) -> list[str]:
         "folder": SimpleNamespace(streams=None), "checkpoints": Recorded("checkpoints", calls, {}),
         "evaluations": Recorded("evaluations", calls, {}), "complete": True, "report_mismatch": None,
         "has_next_step": lambda: next(left), "begin": lambda policy: step,
-        "build_trees": lambda step: (step, []), "update": lambda step, policy, trees: step,
+        "build_trees": lambda step: (step, []), "update": lambda step, policy, trees: (step, None),
         "evaluate_if_due": lambda step, rollouts: step,
     })  # fmt: skip
     rollouts = Recorded("engine", calls, {"collect": lambda step: step})
-    policy = Recorded("policy", calls, {"mismatch": None, "worst": None})
+    policy = Recorded("policy", calls, {})
 
     class NoSession:
         def __init__(self, job: Any) -> None: ...

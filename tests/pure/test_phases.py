@@ -130,7 +130,6 @@ def build_policy(gpu: Gpu, patch: pytest.MonkeyPatch) -> Callable[[Job], Any]:
             teacher: Any = SimpleNamespace(weights=Parked(lambda: []), chunks=None)
             gpu.teacher, policy.teacher = teacher.weights, teacher
             teacher.weights.park()
-        policy.mismatch, policy.worst = None, (0.0, "")
         optimizer: Any = SimpleNamespace(zero_grad=lambda: None, chained_optimizers=[])
         gpu.trainer = policy.memory = TrainerMemory([], [], optimizer, job.recipe.parked)
         return policy
@@ -170,7 +169,7 @@ def run_of(gpu: Gpu, evaluates: bool, completes: bool) -> Any:
         assert not policy.memory.away
         policy._annotate(SimpleNamespace(others={}), old=False)
         gpu.call("train", "activations")
-        return step
+        return step, None
 
     nothing = SimpleNamespace(finish=dict)
     return SimpleNamespace(

@@ -281,7 +281,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     results = []
     for rollouts in (everything, known):
         policy = Policy(Job(mine))
-        metrics = policy.update(build_minibatches(rollouts, Job(mine))[0])
+        metrics = policy.update(build_minibatches(rollouts, Job(mine))[0]).metrics
         gc.collect()
         assert not any(isinstance(item, Packing) for item in gc.get_objects()), "arrays outlive the update"
         results.append((metrics, weights_of(policy)))
@@ -311,7 +311,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
         sampled.tokens["logprobs"][0] = np.nan
     messages = heard()
     known = rollouts_of_all_ranks(part, [rollout.prompt for rollout in everything])
-    metrics = Policy(Job(mine)).update(build_minibatches(known, Job(mine))[0])
+    metrics = Policy(Job(mine)).update(build_minibatches(known, Job(mine))[0]).metrics
     return metrics["train/skipped_updates"], messages
 
 

@@ -188,7 +188,7 @@ def around_two_updates(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     with policy.reference():
         found["of the reference at step 0"] = policy._log_probs(rows)
     found["weights at step 0"] = weights_of(policy)
-    found["metrics"] = [policy.update([trees]) for _ in range(2)]
+    found["metrics"] = [policy.update([trees]).metrics for _ in range(2)]
     with policy.reference():
         found["of the reference"] = policy._log_probs(rows)
     found["after"] = policy._log_probs(rows)

@@ -70,7 +70,7 @@ def train(policy: Policy, updates: int) -> float:
     for _ in range(updates):
         policy.park()
         policy.unpark()
-        norm = policy.update([one_tree_a_row(2)])["train/grad_norm"]
+        norm = policy.update([one_tree_a_row(2)]).metrics["train/grad_norm"]
     return norm
 
 
@@ -155,7 +155,7 @@ def gradient_bytes(folder: str, changes: dict[str, Any]) -> list[tuple[float, in
         (
             policy.memory.on_device()["gradients"] / policy.memory.on_device()["weights"],
             policy.memory.on_device()["optimizer"],
-            policy.update([one_tree_a_row(2)])["train/grad_norm"],
+            policy.update([one_tree_a_row(2)]).metrics["train/grad_norm"],
         )
         for policy in policies(folder, changes, DEVICE, DEVICE | half, HOST | half)
     ]

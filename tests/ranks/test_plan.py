@@ -210,7 +210,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     assert rows is not None
     assert [row.num_tokens for row in rows] == [ROW] * case.rows
     with saved.watching():
-        policy._backward(rows)
+        policy._backward(rows, policy.version)
     return {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         **policy.memory.on_device(),
@@ -348,7 +348,7 @@ def measure_peak(folder: str, case: Case) -> int:
     assert rows is not None
     tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
     with Live({tensor.untyped_storage()._cdata for tensor in tensors}) as live:
-        policy._backward(rows)
+        policy._backward(rows, policy.version)
     return live.most
 
 

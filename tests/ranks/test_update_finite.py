@@ -72,8 +72,8 @@ def in_a_loss(policy):
     finite."""
     loss = policy._loss
 
-    def spoiled(logprobs, entropy, row, at):
-        value, log = loss(logprobs, entropy, row, at)
+    def spoiled(logprobs, entropy, row, at, sampled_by):
+        value, log = loss(logprobs, entropy, row, at, sampled_by)
         return value + (math.inf if TREES[1].nodes[2].weight in row.weights else 0.0), spoil(log)
 
     def spoil(log):
@@ -116,12 +116,12 @@ def try_faults(folder: str, changes: dict, faults: set[str]) -> dict:
         messages.clear()
         take_back = inject(policy)
         before = state_of(policy)
-        metrics = policy.update([trees])
+        faulty = policy.update([trees])
         unchanged = same(before, state_of(policy))
-        assert policy.mismatch is None
+        assert faulty.mismatch is None
         if take_back is not None:
             take_back()
-        found[name] = metrics, unchanged, list(messages), policy.update([TREES])
+        found[name] = faulty.metrics, unchanged, list(messages), policy.update([TREES]).metrics
     return found
 
 

@@ -26,11 +26,11 @@ def with_old_tokens_off(folder: str, changes: dict) -> tuple:
         versions = np.where(np.arange(len(node)) > 0, -3, 0)
         node.tokens = node.tokens.with_column("versions", versions)
         node.tokens["logprobs"][1:] -= 50.0
-    both, worst = policy.update([trees]), policy.worst
+    both = policy.update([trees])
     for node in nodes:
         node.tokens = node.tokens.with_column("versions", np.zeros(len(node), np.int64))
     old = policy.update([trees])
-    return both, worst, old, policy.mismatch, policy.worst
+    return both.metrics, both.worst, old.metrics, old.mismatch, old.worst
 
 
 def test_tokens_of_older_weights_are_not_compared(folders):
@@ -49,10 +49,7 @@ def with_one_token_off(folder: str, changes: dict) -> tuple:
     policy = build_policy(folder, changes)
     trees = copy.deepcopy(TREES)
     trees[1].nodes[3].tokens["logprobs"][2] -= 40.0
-    policy.update([trees[:1], trees[1:]])
-    worst = policy.worst
-    policy.update([TREES])
-    return worst, policy.worst
+    return policy.update([trees[:1], trees[1:]]).worst, policy.update([TREES]).worst
 
 
 def test_every_rank_knows_the_worst_token_of_all_updates(folders):
@@ -74,8 +71,7 @@ def with_other_lines_off(folder: str, changes: dict) -> tuple:
         node.tokens = node.tokens.with_column("logprobs", node.tokens["logprobs"] - 50.0)
     after = policy.compare(lines)
     trained = policy.update([TREES], lines)
-    mismatch, worst = policy.mismatch, policy.worst
-    return before, after, trained, mismatch, worst, policy.update([], lines), policy.mismatch
+    return before, after, trained, policy.update([], lines)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -83,12 +79,13 @@ def test_lines_that_are_not_trained_are_compared_too(folders, pipeline):
     """Each has its own sums, the same on every rank; they are compared also where nothing is trained."""
     ranks = run_ranks(2, with_other_lines_off, str(folders / "qwen3"), layout(2, pipeline=pipeline))
     assert ranks[0] == ranks[1]
-    before, after, trained, mismatch, worst, idle, alone = ranks[0]
+    before, after, trained, idle = ranks[0]
     assert {**after, "1": before["1"]} == before
     assert after["1"].trainer == before["1"].trainer
     assert after["1"].engine == pytest.approx(before["1"].engine - 50 * after["1"].count)
     assert after["1"].count == sum(map(len, TREES[1].nodes[1:]))
-    assert mismatch == trained["mismatch/drawn_abs_diff"] > 10 > trained["mismatch/logprob_abs_diff"]
-    assert worst[1].endswith("of tree '1'")
-    assert idle["train/updates"] == 0
-    assert alone > 10
+    drawn, of_trained = (trained.metrics[f"mismatch/{name}_abs_diff"] for name in ("drawn", "logprob"))
+    assert trained.mismatch == drawn > 10 > of_trained
+    assert trained.worst[1].endswith("of tree '1'")
+    assert idle.metrics["train/updates"] == 0
+    assert idle.mismatch > 10
