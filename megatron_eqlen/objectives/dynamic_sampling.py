@@ -19,7 +19,7 @@ from megatron_eqlen.objectives.build import has_gradient
 from megatron_eqlen.objectives.objective import ResolvedRecipe
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rewards.scoring import leave_out
+from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.types import Rollout
 
 ROUND_OFF = 1e-9

@@ -21,7 +21,7 @@ from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.record.reader import check_file, fill_numbers, read_skeletons, scored_steps, step_files
 from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Training, by_token, view
-from megatron_eqlen.rewards.scoring import leave_out
+from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.sampling.probe import PROBE
 from megatron_eqlen.sampling.profile import Profile
 from megatron_eqlen.types import Part, Rollout

@@ -37,7 +37,7 @@ from megatron_eqlen.record.reader import (
     step_files,
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
-from megatron_eqlen.rewards.scoring import leave_out
+from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.run.rollouts import InTurn, grade, select
 from megatron_eqlen.run.session import Session

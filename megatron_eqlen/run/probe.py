@@ -47,7 +47,7 @@ from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import FILE, FOUND, as_json, look, tables
 from megatron_eqlen.report.rollouts import Decode, by_token, texts_of
-from megatron_eqlen.rewards.scoring import leave_out
+from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step

@@ -21,7 +21,7 @@ from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.record.partial import RolloutOrigin
-from megatron_eqlen.rewards.scoring import refuse_too_many, scored
+from megatron_eqlen.rewards.measured import refuse_too_many, scored
 from megatron_eqlen.run.replicas import rollouts_of_all_ranks
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step

@@ -13,7 +13,8 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, scored
+from megatron_eqlen.rewards.measured import scored
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit import slow_graders

@@ -16,7 +16,8 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import RewardRecipe, SourceRecipe
 from megatron_eqlen.rewards.functions import RewardFunction
-from megatron_eqlen.rewards.scoring import Scorer, reward_metrics, scored, weighed
+from megatron_eqlen.rewards.measured import reward_metrics, scored
+from megatron_eqlen.rewards.scoring import Scorer, weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout

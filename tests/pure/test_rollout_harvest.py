@@ -24,7 +24,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import parse
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
-from megatron_eqlen.rewards.scoring import policy_metrics
+from megatron_eqlen.rewards.measured import policy_metrics
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, every_rollout
 from megatron_eqlen.sampling.track import track_seed

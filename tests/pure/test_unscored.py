@@ -15,14 +15,8 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe, RewardRecipe
-from megatron_eqlen.rewards.scoring import (
-    Scorer,
-    UnscoredError,
-    leave_out,
-    refuse_too_many,
-    scored,
-    unscored_causes,
-)
+from megatron_eqlen.rewards.measured import leave_out, refuse_too_many, scored
+from megatron_eqlen.rewards.scoring import Scorer, UnscoredError, unscored_causes
 from megatron_eqlen.run.rollouts import select
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.comparison import ComparisonUnit

@@ -15,7 +15,8 @@ from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.processes.distributed import at_homes
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.scoring import Scorer, scored
+from megatron_eqlen.rewards.measured import scored
+from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.replicas import Replicas, rollouts_of_all_ranks
 from megatron_eqlen.sampling.harvester import every_rollout
 from megatron_eqlen.sampling.profile import profile_metrics
