@@ -25,22 +25,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_eqlen.files import new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder, writing
-from megatron_eqlen.models import checkpoint_folder, lora
+from megatron_eqlen.models import checkpoint_folder, lora, torch_dist
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.models.names import local_parameters
 from megatron_eqlen.models.policy_model import PolicyModel
-from megatron_eqlen.models.torch_dist import (
-    adapters_of,
-    check_weights,
-    find_checkpoint,
-    load_sharded,
-    read_metadata,
-    sharded_weights,
-    sharding_options,
-    together,
-    widest_dtype,
-)
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
@@ -143,8 +132,8 @@ def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
 
 def check_logits_are_comparable(checkpoint: str | Path) -> Path:
     """Return the checkpoint's folder. Raises CheckpointError for adapters: merged weights are rounded."""
-    path = together(lambda: find_checkpoint(checkpoint))
-    if adapters_of(path, read_metadata(path)) is not None:
+    path = torch_dist.together(lambda: torch_dist.find_checkpoint(checkpoint))
+    if torch_dist.adapters_of(path, torch_dist.read_metadata(path)) is not None:
         raise CheckpointError(
             f"{path}: adapters are merged with rounding, so their logits are not compared: use --verify hash"
         )
@@ -159,9 +148,9 @@ def _loaded(
     and how many of its numbers have that dtype."""
     folder, model = HFFolder(source), read_config(source)
     check_folder(folder, model)
-    path = together(lambda: find_checkpoint(checkpoint))
-    metadata = read_metadata(path)
-    adapters, (dtype, count) = adapters_of(path, metadata), widest_dtype(metadata)
+    path = torch_dist.together(lambda: torch_dist.find_checkpoint(checkpoint))
+    metadata = torch_dist.read_metadata(path)
+    adapters, (dtype, count) = torch_dist.adapters_of(path, metadata), torch_dist.widest_dtype(metadata)
     chunks = build_model(model, parallel, dtype, separate_norms=adapters is not None)
     if adapters is None:
         _load_weights(chunks, path)
@@ -170,20 +159,21 @@ def _loaded(
     load_hf(chunks, source)
     lora.add_adapters(chunks, adapters, seed=0)
     state = {str(number): lora.sharded_state_dict(chunk) for number, chunk in enumerate(chunks)}
-    check_weights(path, metadata, [*state.values()])
-    loaded = load_sharded(state, path)
+    torch_dist.check_weights(path, metadata, [*state.values()])
+    loaded = torch_dist.load_sharded(state, path)
     for number, chunk in enumerate(chunks):
         lora.load_state_dict(chunk, loaded[str(number)])
     return chunks, adapters, count
 
 
 def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
-    stored = read_metadata(path)
-    check_weights(path, stored, [*_state(chunks, stored).values()])
-    loaded = load_sharded(_state(chunks, stored), path)
+    stored = torch_dist.read_metadata(path)
+    torch_dist.check_weights(path, stored, [*_state(chunks, stored).values()])
+    loaded = torch_dist.load_sharded(_state(chunks, stored), path)
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(number)])
 
 
 def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[str, dict]:
-    return {str(n): sharded_weights(chunk, sharding_options(), stored) for n, chunk in enumerate(chunks)}
+    options = torch_dist.sharding_options()
+    return {str(n): torch_dist.sharded_weights(chunk, options, stored) for n, chunk in enumerate(chunks)}
