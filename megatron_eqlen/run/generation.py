@@ -12,15 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
-from megatron_eqlen.engines.protocol import Engine, IdleEngine
 from megatron_eqlen.environments.load import conversations, tools
 from megatron_eqlen.evaluation.evaluate import evaluate, subject
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.job import Job
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
@@ -38,7 +35,7 @@ from megatron_eqlen.record.reader import (
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.rewards.measured import leave_out
-from megatron_eqlen.run.replicas import Replicas
+from megatron_eqlen.run.engine import start_engine
 from megatron_eqlen.run.rollouts import InTurn, grade, select
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
@@ -306,24 +303,3 @@ class Generator(InTurn):
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
-
-
-def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
-    """Start this rank's engine, with the weights that the recipe starts from."""
-    recipe, rollout, ends = job.recipe, job.recipe.rollout, job.tokenizer.eos_token_ids
-    path, longest = str(job.folder), recipe.longest_context
-    if not replicas.drives:
-        return IdleEngine(longest)
-    if not syncs_first:
-        # without a sync vLLM reads the folder itself
-        HFFolder(path).check_vllm_reads_the_same()
-    if rollout.engine == "server":
-        from megatron_eqlen.engines.servers import ServerEngine
-
-        dtype, run = recipe.model.dtype, Path(recipe.run_folder)
-        return ServerEngine(path, rollout, ends, longest, syncs_first=syncs_first, run=run, dtype=dtype)
-    from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
-
-    if syncs_first:  # the sync brings the weights
-        rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy"} | rollout.vllm})
-    return ColocatedEngine(path, rollout, recipe.model.dtype, ends, longest, recipe.seed)

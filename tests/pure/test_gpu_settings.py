@@ -13,7 +13,7 @@ import pytest
 
 from megatron_eqlen.engines import colocated, vllm_args
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.run import generation
+from megatron_eqlen.run import engine as run_engine
 from tests.kit import ROOT
 
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
@@ -111,11 +111,11 @@ def _output(command: list[str], environ: dict[str, str]) -> str:
 @pytest.mark.parametrize(("syncs_first", "skips"), [(True, {"load_format": "dummy"}), (False, {})])
 def test_an_engine_reads_weights_only_where_no_sync_brings_them(monkeypatch, own, syncs_first, skips):
     monkeypatch.setattr(colocated, "ColocatedEngine", lambda path, rollout, *_: rollout)
-    monkeypatch.setattr(generation, "HFFolder", lambda path: SimpleNamespace(check_vllm_reads_the_same=dict))
+    monkeypatch.setattr(run_engine, "HFFolder", lambda path: SimpleNamespace(check_vllm_reads_the_same=dict))
     recipe = SimpleNamespace(rollout=RolloutRecipe(vllm=own), longest_context=9, seed=0)
     recipe.model = SimpleNamespace(dtype="bfloat16")
     job: Any = SimpleNamespace(recipe=recipe, folder=Path("model"))
     job.tokenizer = SimpleNamespace(eos_token_ids=[1])
     replicas: Any = SimpleNamespace(drives=True)
-    engine: Any = generation.start_engine(job, replicas, syncs_first)
+    engine: Any = run_engine.start_engine(job, replicas, syncs_first)
     assert engine.vllm == skips | own
