@@ -42,7 +42,7 @@ from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
 from megatron_eqlen.sampling.placed import PlacedTrees
 from megatron_eqlen.sampling.probe import ProbeSampling
-from megatron_eqlen.training.agreement import MismatchError
+from megatron_eqlen.training.agreement import check_servers
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
@@ -283,23 +283,8 @@ class Generator(InTurn):
             self.engine.wake()
             self.engine.update_weights(policy.weights(), policy.version)
             if self.recipe.rollout.engine == "server" and self.recipe.rollout.comparable:
-                self._probe(policy)
+                check_servers(policy.compare(gather(self.engine.probe())), self.session.job)
         return seconds
-
-    def _probe(self, policy: Policy) -> None:
-        """Compare each server's log-probs with the trainer's. Raises MismatchError with both values."""
-        rollout, model = self.recipe.rollout, self.session.job.model
-        rounds = self.recipe.model.dtype != "float32" or rollout.quantization or model.delta_net
-        # float32 stays below 1e-4
-        tolerance = rollout.tolerance / (1 if rounds or rollout.mismatch.tolerance else 100)
-        for url, found in policy.compare(gather(self.engine.probe())).items():
-            if not found.mean <= tolerance:
-                raise MismatchError(
-                    f"rollout.servers: {url}: expected log-probs of the trainer's model, "
-                    f"{found.trainer / found.count:.5g} on average of {found.count} tokens, found "
-                    f"{found.engine / found.count:.5g}: they differ by {found.mean:.2g} a token, more than "
-                    f"{tolerance:g} (rollout.mismatch.tolerance): it computes another function"
-                )
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"

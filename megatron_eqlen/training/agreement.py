@@ -8,12 +8,13 @@ beside it: an engine that computes another function earns other rewards, and its
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.packing.pack import RankRows
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
 from megatron_eqlen.sampling.comparison import token_tree
@@ -84,6 +85,23 @@ class Compared:
     @property
     def mean(self) -> float:
         return self.difference / self.count
+
+
+def check_servers(compared: Mapping[str, Compared], job: Job) -> None:
+    """Raise MismatchError, with both values, for a server whose log-probs are not those of the trainer.
+    ``compared``: those of each server's own tokens, by its URL."""
+    rollout = job.recipe.rollout
+    rounds = job.recipe.model.dtype != "float32" or rollout.quantization or job.model.delta_net
+    # float32 stays below 1e-4
+    tolerance = rollout.tolerance / (1 if rounds or rollout.mismatch.tolerance else 100)
+    for url, found in compared.items():
+        if not found.mean <= tolerance:
+            raise MismatchError(
+                f"rollout.servers: {url}: expected log-probs of the trainer's model, "
+                f"{found.trainer / found.count:.5g} on average of {found.count} tokens, found "
+                f"{found.engine / found.count:.5g}: they differ by {found.mean:.2g} a token, more than "
+                f"{tolerance:g} (rollout.mismatch.tolerance): it computes another function"
+            )
 
 
 def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[TokenTree]:
