@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.tokens import TEACHER, Tokens
-from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey
+from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey, rollout_key
+
+SUSPENDED = "suspended"
+"""Key in a data position that holds the rollouts that the next step resumes."""
 
 
 class RolloutOrigin(NamedTuple):
@@ -26,6 +29,32 @@ class RolloutOrigin(NamedTuple):
     step: int
     oldest_version: int = 0
     """Oldest policy version that may have sampled a token; fixed at the start."""
+
+
+@dataclass(frozen=True)
+class CarryOver:
+    """Rollouts that steps hand to the next one (``rollout.carry_over``), the same on every rank."""
+
+    resumed: Mapping[RolloutKey, RolloutOrigin] = field(default_factory=dict)
+    """Those that this step resumes."""
+    suspended: Mapping[RolloutKey, RolloutOrigin] = field(default_factory=dict)
+    """Those that the next step resumes."""
+
+    @classmethod
+    def at(cls, data_position: Mapping[str, Any] | None) -> CarryOver:
+        """Return what the steps before a position of the data source have suspended."""
+        entries = (data_position or {}).get(SUSPENDED, [])
+        return cls(suspended={(name, index): RolloutOrigin(*origin) for name, index, *origin in entries})
+
+    def position(self) -> dict[str, Any]:
+        """Return the part of a data position that ``at`` reads."""
+        return {SUSPENDED: [[*key, *origin] for key, origin in self.suspended.items()]}
+
+    def suspend(self, rollouts: Iterable[Rollout], origin: RolloutOrigin) -> CarryOver:
+        """Add those of ``rollouts`` that are suspended. ``origin``: of rollouts that this step began; others
+        keep the one that they had when they were suspended first."""
+        keys = [rollout_key(rollout) for rollout in rollouts if rollout.suspended]
+        return CarryOver(self.resumed, {**self.suspended, **{k: self.resumed.get(k, origin) for k in keys}})
 
 
 @dataclass

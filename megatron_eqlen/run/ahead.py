@@ -25,13 +25,13 @@ from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.record.partial import RolloutOrigin
-from megatron_eqlen.run.generation import Generator, suspended_at
+from megatron_eqlen.record.partial import CarryOver
+from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.replicas import rollouts_of_all_ranks
 from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, RolloutKey
+from megatron_eqlen.types import Metrics
 
 
 class Ahead(Rollouts):
@@ -49,8 +49,6 @@ class Ahead(Rollouts):
         """Steps that have begun and are not taken, on rank 0 alone."""
         self.begun = 0
         """Number of the next step to begin."""
-        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
-        """With ``rollout.carry_over``, rollouts suspended by the newest step taken."""
         self._thread = ThreadPoolExecutor(1, "harvest")
         self.session.ends_with(self.close)
 
@@ -60,7 +58,7 @@ class Ahead(Rollouts):
         with self.session.stage("wait") as seconds:
             taken = on_every_rank(self.under_way.popleft().result() if distributed.is_rank0() else None)
         del self.oldest[step.number]
-        self.suspended = suspended_at(taken.data_position)
+        self.carried = CarryOver.at(taken.data_position)
         # a resumed run begins the steps under way again, with the ages that they have now
         position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
         # version and clock are those of the step that trains, not of the moment when its harvest began
@@ -90,7 +88,7 @@ class Ahead(Rollouts):
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         position = data_position or {"source": None, "oldest": []}
         self.oldest = dict(position["oldest"])
-        self.suspended = suspended_at(position["source"])
+        self.carried = CarryOver.at(position["source"])
         self.generator.go_to(position["source"])
 
     def update_weights(self, policy: Policy) -> Metrics:

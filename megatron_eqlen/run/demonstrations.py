@@ -23,7 +23,6 @@ class Demonstrations(Rollouts):
 
     def __init__(self, session: Session, source: PromptSource | None, engine: Generator | None) -> None:
         self.session, self.source, self.engine = session, source, engine
-        self.suspended = {}
         self.benchmarks = engine.benchmarks if engine else ()
         self.newest: Policy | None = None
         """Policy whose weights the engine lacks."""

@@ -22,17 +22,8 @@ from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
-from megatron_eqlen.record.reader import (
-    PartialRolloutError,
-    read_progress,
-    read_prompts,
-    read_skeletons,
-    recorded_files,
-    remove_open_tracks,
-    set_aside_stale,
-    step_files,
-)
+from megatron_eqlen.record import reader
+from megatron_eqlen.record.partial import CarryOver, RolloutOrigin, open_prompts
 from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.run.engine import start_engine
@@ -46,16 +37,8 @@ from megatron_eqlen.training.agreement import check_servers
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
-SUSPENDED = "suspended"
-"""Key in a data position that holds the rollouts that the next step resumes."""
 PLACED = "placed"
 """Key in a data position that holds ``PlacedTrees.seen``."""
-
-
-def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, RolloutOrigin]:
-    """Return ``Rollouts.suspended`` for a data source at ``data_position``."""
-    entries = (data_position or {}).get(SUSPENDED, [])
-    return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in entries}
 
 
 class Generator(InTurn):
@@ -96,9 +79,6 @@ class Generator(InTurn):
         self.kind = once if isinstance(once, ProbeSampling) else self.placed
         self.forked = True
         """False if no line of the newest harvest forked that could have forked."""
-        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
-        self.resumed: dict[RolloutKey, RolloutOrigin] = {}
-        """Partial rollouts that this step resumes."""
         self.recorded: tuple[int | None, list[Path]] = None, []
         """(number of a step, files that an earlier process recorded of it)."""
 
@@ -120,10 +100,10 @@ class Generator(InTurn):
             return []
         # the first batch: resume what the step before suspended, and place the forks of new trees
         if not step.batches:
-            self.resumed, self.suspended = self.suspended, {}
+            self.carried = CarryOver(resumed=self.carried.suspended)
             for moved in self.placed.decide() if self.placed else ():
                 self.session.progress.say(moved)
-        return agree(lambda: self._draw(step, {} if step.batches else self.resumed, wanted))
+        return agree(lambda: self._draw(step, {} if step.batches else self.carried.resumed, wanted))
 
     def _draw(self, step: Step, resumed: Collection[RolloutKey], wanted: int) -> list[Prompt]:
         """Return, on rank 0, the prompts of ``resumed`` rollouts, and new ones up to ``wanted`` in all."""
@@ -132,16 +112,16 @@ class Generator(InTurn):
         if resumed:
             # the source has drawn these prompts before; the step that suspended them has recorded them
             names = {prompt_id for prompt_id, _ in resumed}
-            files = step_files(self.streams / step_name(step.number - 1))
-            prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
+            files = reader.step_files(self.streams / step_name(step.number - 1))
+            prompts = [prompt for prompt in reader.read_prompts(files) if prompt.prompt_id in names]
             if lost := names - {prompt.prompt_id for prompt in prompts}:
-                raise PartialRolloutError(
+                raise reader.PartialRolloutError(
                     f"{self.streams / step_name(step.number - 1)}: expected {len(names)} suspended prompts, "
                     f"found nothing of {min(lost)}; go back to an earlier checkpoint"
                 )
-            rollouts = [rollout for rollout in read_skeletons(files) if rollout_key(rollout) in resumed]
+            begun = [rollout for rollout in reader.read_skeletons(files) if rollout_key(rollout) in resumed]
             # suspended rollouts keep the engine as busy as so many new prompts
-            wanted -= min(wanted, round(open_prompts(rollouts, self.recipe)))
+            wanted -= min(wanted, round(open_prompts(begun, self.recipe)))
         return prompts + self.source.next(wanted)
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
@@ -153,7 +133,7 @@ class Generator(InTurn):
                 )
             self.source.load_state_dict(data_position)
         if self.recipe.rollout.carry_over:  # not after ``--from`` a run that carried over
-            self.suspended |= suspended_at(data_position)
+            self.carried = CarryOver.at(data_position)
         if self.placed is not None:
             self.placed.seen = (data_position or {}).get(PLACED, {})
 
@@ -166,10 +146,10 @@ class Generator(InTurn):
         if self.recorded[0] != step.number:
             # with staleness weights are synced during a harvest, so tokens may be newer than its beginning
             newest = math.inf if self.recipe.rollout.staleness else step.policy_version
-            oldest = {key: origin.oldest_version for key, origin in self.resumed.items()}
+            oldest = {key: origin.oldest_version for key, origin in self.carried.resumed.items()}
             folder = self.streams / step.name
-            agree(lambda: set_aside_stale(folder, step.policy_version, newest, oldest))
-            self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
+            agree(lambda: reader.set_aside_stale(folder, step.policy_version, newest, oldest))
+            self.recorded = step.number, agree(lambda: reader.recorded_files(self.streams / step.name))
         plan = self._plan(step, mine)
         # grade what an earlier attempt recorded, while the engine generates the rest
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
@@ -184,7 +164,7 @@ class Generator(InTurn):
         combined = at_once(gather([metrics] if replicas.leads else []))
         # every rank has read the files that are removed now
         if distributed.is_rank0() and not self.recipe.rollout.carry_over:
-            remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
+            reader.remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
         self._warn_without_forks(combined)
         measured = combined | seconds | position_metrics(position)
         return Batch(rollouts, measured, position, prompts)
@@ -207,9 +187,9 @@ class Generator(InTurn):
         """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
         replicas = self.session.replicas
         prompt_ids = {prompt.prompt_id for prompt in prompts}
-        resumed = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
+        resumed = {key: origin for key, origin in self.carried.resumed.items() if key[0] in prompt_ids}
         folder, files = self.streams / step.name, self.recorded[1]
-        progress = read_progress(folder, prompts, self.recipe, resumed, files)
+        progress = reader.read_progress(folder, prompts, self.recipe, resumed, files)
         recipe, budget = self.recipe, self.recipe.rollout.tokens_per_step
         if budget is not None:  # one replica's
             changes = {"tokens_per_step": max(1, budget // replicas.count)}
@@ -235,14 +215,11 @@ class Generator(InTurn):
             # a leader writes its file even without grades: it tells readers that the step is scored
             if part or self.session.replicas.leads:
                 record_grades(self._file(step), part)
-        # the next step resumes these; a rollout keeps the origin that it had when it was suspended first
-        keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
-        origin = RolloutOrigin(step.number, step.policy_version)
-        self.suspended |= {key: self.resumed.get(key, origin) for key in keys}
+        self.carried = self.carried.suspend(everyone, RolloutOrigin(step.number, step.policy_version))
         position = harvested.data_position
         # checkpoints keep the position, so what later steps continue goes into it
         if position is not None and self.recipe.rollout.carry_over:
-            position[SUSPENDED] = [[*key, *origin] for key, origin in self.suspended.items()]
+            position |= self.carried.position()
         if self.placed is not None:
             # skeletons suffice: every rank learns the same places
             whole, _ = leave_out(everyone, self.recipe.reward)

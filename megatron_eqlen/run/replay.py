@@ -8,14 +8,13 @@ import torch.distributed as dist
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.processes.distributed import agree
-from megatron_eqlen.record.partial import RolloutOrigin
 from megatron_eqlen.record.reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.record.replayed import check_step, check_steps
 from megatron_eqlen.run.rollouts import InTurn, grade, select
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import ALWAYS, COLUMNS, TEACHER
-from megatron_eqlen.types import Prompt, RolloutKey
+from megatron_eqlen.types import Prompt
 
 
 class Replay(InTurn):
@@ -23,7 +22,6 @@ class Replay(InTurn):
 
     def __init__(self, session: Session, streams: Path) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
-        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
 
     def prompts(self, step: Step) -> list[Prompt]:
         """Return all prompts of the recorded step. Raises ReplayError if it does not fit the recipe."""

@@ -20,7 +20,7 @@ from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.record.partial import RolloutOrigin
+from megatron_eqlen.record.partial import CarryOver
 from megatron_eqlen.rewards.measured import refuse_too_many, scored
 from megatron_eqlen.run.replicas import rollouts_of_all_ranks
 from megatron_eqlen.run.session import Session
@@ -29,14 +29,14 @@ from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import drawn_lines
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey
+from megatron_eqlen.types import Metrics, Prompt, Rollout
 
 
 class Rollouts:
     """The loop's rollouts: a ``Generator``, ``Ahead`` of one, a ``replay.Replay``, or ``Demonstrations``."""
 
-    suspended: dict[RolloutKey, RolloutOrigin]
-    """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
+    carried = CarryOver()
+    """Rollouts between the newest step and the next one."""
     benchmarks: Sequence[BenchmarkRecipe] = ()
     """Benchmarks that ``evaluate`` accepts."""
     from_engine = False

@@ -137,7 +137,7 @@ class Run:
     def report(self, rollouts: Rollouts) -> None:
         """Write report.html and print its path. Raises MismatchError if the mismatch ended the run."""
         if distributed.is_rank0():
-            if count := len(rollouts.suspended):
+            if count := len(rollouts.carried.suspended):
                 self.session.progress.say(
                     f"{count} rollouts are suspended and not trained; a run with more steps resumes with them"
                 )

@@ -30,7 +30,7 @@ from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record import recorder as recorder_module
-from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
+from megatron_eqlen.record.partial import CarryOver, RolloutOrigin, open_prompts
 from megatron_eqlen.record.reader import (
     PartialRolloutError,
     read_progress,
@@ -371,10 +371,10 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
 def test_a_run_that_does_not_carry_over_takes_up_nothing_of_one_that_did(carries):
     rollout = SimpleNamespace(carry_over=carries)
     generator = SimpleNamespace(
-        source=None, placed=None, suspended={}, recipe=SimpleNamespace(rollout=rollout)
+        source=None, placed=None, carried=CarryOver(), recipe=SimpleNamespace(rollout=rollout)
     )
     Generator.go_to(generator, {"suspended": [["p", 0, 2, 5]]})
-    assert list(generator.suspended) == [("p", 0)] * carries
+    assert list(generator.carried.suspended) == [("p", 0)] * carries
 
 
 def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
