@@ -33,6 +33,7 @@ from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
 from megatron_eqlen.sampling.placed import PlacedTrees
 from megatron_eqlen.sampling.probe import ProbeSampling
+from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.training.agreement import check_servers
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
@@ -48,14 +49,8 @@ class Generator(InTurn):
     from_engine = True
 
     def __init__(
-        self,
-        session: Session,
-        streams: Path,
-        synced: bool = True,
-        source: PromptSource | None = None,
-        once: BenchmarkRecipe | ProbeSampling | None = None,
+        self, session: Session, streams: Path, synced: bool = True, source: PromptSource | None = None
     ) -> None:
-        """``once``: a benchmark or a probe, whose prompts are harvested in a single step."""
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.conversations = conversations(self.recipe, session.tokenizer)
@@ -64,7 +59,6 @@ class Generator(InTurn):
         self._tools = tools(self.recipe)
         if synced and self.recipe.teacher.url and session.replicas.drives:
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
-        self.once = once
         self.source = source
         """On rank 0 only, which draws for all ranks: gold answers are checked under a time limit, so ranks
         that drew their own prompts could keep different ones."""
@@ -75,8 +69,8 @@ class Generator(InTurn):
         text = self.recipe.tree_sampling.marker
         self.marker = None if text is None else Marker.of(text, session.tokenizer)
         placed = self.recipe.sampling == "tree" and self.recipe.tree_sampling.fork == "profile"
-        self.placed = PlacedTrees(self.recipe) if placed and once is None else None
-        self.kind = once if isinstance(once, ProbeSampling) else self.placed
+        self.placed = PlacedTrees(self.recipe) if placed else None
+        self.kind: TreeSampling | None = self.placed
         self.forked = True
         """False if no line of the newest harvest forked that could have forked."""
         self.recorded: tuple[int | None, list[Path]] = None, []
@@ -88,11 +82,6 @@ class Generator(InTurn):
         """Return the step's prompts: those of resumed rollouts, and new ones until as many tracks are open as
         in any step. Dynamic sampling draws as many again until enough prompts have unequal rewards, at most
         ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended ones pile up."""
-        # a probe, or the problems of a benchmark, are harvested once
-        if self.once is not None and step.batches:
-            return []
-        if self.once is not None:
-            return self.once.prompts if isinstance(self.once, ProbeSampling) else self.problems(self.once)
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
@@ -265,3 +254,19 @@ class Generator(InTurn):
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
+
+
+class OneHarvest(Generator):
+    """Rollouts of a benchmark's problems, or of a probe, which are harvested in a single step."""
+
+    def __init__(
+        self, session: Session, streams: Path, of: BenchmarkRecipe | ProbeSampling, synced: bool = False
+    ) -> None:
+        super().__init__(session, streams, synced)
+        self.of, self.placed = of, None
+        self.kind = of if isinstance(of, ProbeSampling) else None
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        if step.batches:
+            return []
+        return self.of.prompts if isinstance(self.of, ProbeSampling) else self.problems(self.of)

@@ -25,7 +25,7 @@ from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
-from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.generation import Generator, OneHarvest
 from megatron_eqlen.run.prompts import start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.rollouts import Rollouts
@@ -96,8 +96,10 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
         session.keep_date(out)
-        prompts = None if benchmark else start_prompts(session)
-        generator = Generator(session, out, synced=False, source=prompts, once=benchmark)
+        if benchmark is not None:
+            generator = OneHarvest(session, out, benchmark)
+        else:
+            generator = Generator(session, out, synced=False, source=start_prompts(session))
         step = generator.collect(Step(number=0, policy_version=0))
         if hold is not None:
             # a later start of the same SLURM job may have taken the folder over

@@ -48,7 +48,7 @@ from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import FILE, FOUND, as_json, look, tables
 from megatron_eqlen.report.rollouts import Decode, by_token, texts_of
 from megatron_eqlen.rewards.measured import leave_out
-from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.generation import OneHarvest
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.harvester import Marker
@@ -346,7 +346,7 @@ def probe(target: Target, out: Path) -> None:
         hold = Hold(out) if distributed.is_rank0() else None
         step, version = Step(number=target.options.step - 1, policy_version=target.version), target.version
         served = session.recipe.rollout.engine == "server" and version > 0
-        generator = Generator(session, out, synced=served, once=target.kind)
+        generator = OneHarvest(session, out, target.kind, synced=served)
         if served:  # servers hold the weights of their start, or of a sync
             folder = HFFolder(session.job.folder)
             generator.engine.wake()
