@@ -17,16 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import (
-    LATEST,
-    new_folder,
-    opened,
-    read_json,
-    step_folders,
-    step_number,
-    write_json,
-    write_text,
-)
+from megatron_eqlen import files
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
@@ -41,20 +32,20 @@ class CheckpointError(ValueError):
 
 def steps(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, oldest first."""
-    return [path for _, path in step_folders(folder)]
+    return [path for _, path in files.step_folders(folder)]
 
 
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint that ``folder/latest`` names; None without that file. Raises CheckpointError."""
-    pointer = folder / LATEST
+    pointer = folder / files.LATEST
     try:
-        with opened(pointer) as named:
+        with files.opened(pointer) as named:
             name = named.read().decode("utf-8").strip()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{pointer}: not UTF-8: {error}") from None
-    if step_number(name) is None or not (folder / name).is_dir():
+    if files.step_number(name) is None or not (folder / name).is_dir():
         others = ", ".join(path.name for path in steps(folder)) or "none"
         raise CheckpointError(f"{pointer}: names {name!r:.80}, which is not there (there are: {others})")
     return folder / name
@@ -65,19 +56,19 @@ def copy(checkpoint: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / checkpoint.name).exists():
         verify(checkpoint)
-        with new_folder(folder / checkpoint.name) as partial:
+        with files.new_folder(folder / checkpoint.name) as partial:
             shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
     set_latest(folder / checkpoint.name)
 
 
 def set_latest(checkpoint: Path) -> None:
-    write_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
+    files.write_text(checkpoint.parent / files.LATEST, checkpoint.name + "\n")
 
 
 def file_names(folder: Path) -> list[str]:
     """Return the names of all files that a manifest lists, largest first."""
-    files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
-    return [path.name for path in sorted(files, key=lambda path: (-path.stat().st_size, path.name))]
+    listed = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
+    return [path.name for path in sorted(listed, key=lambda path: (-path.stat().st_size, path.name))]
 
 
 def describe(folder: Path, names: Collection[str]) -> Manifest:
@@ -89,14 +80,14 @@ def describe(folder: Path, names: Collection[str]) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_json(folder / MANIFEST, dict(sorted(manifest.items())))
+    files.write_json(folder / MANIFEST, dict(sorted(manifest.items())))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest. Raises CheckpointError if it is missing, damaged, or lacks a data file."""
     file = folder / MANIFEST
     try:
-        manifest = read_json(file)
+        manifest = files.read_json(file)
     except ValueError as error:
         raise CheckpointError(f"{error}; this is not a whole checkpoint") from None
     if not isinstance(manifest, dict) or not all(map(_is_description, manifest.values())):
@@ -124,7 +115,7 @@ def verify(folder: Path) -> None:
 
 def _describe(file: Path) -> dict[str, Any]:
     size, crc, block = 0, 0, bytearray(BLOCK)
-    with opened(file) as content:
+    with files.opened(file) as content:
         while count := content.readinto(block):
             size, crc = size + count, zlib.crc32(memoryview(block)[:count], crc)
     return {"bytes": size, "crc32": f"{crc:08x}"}

@@ -14,14 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import dict_utils
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop as gpt
 from megatron.core.dist_checkpointing.core import maybe_load_config
-from megatron.core.dist_checkpointing.dict_utils import (
-    dict_list_map_inplace,
-    extract_matching_values,
-    merge,
-    nested_values,
-)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -175,7 +170,7 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
         # factories are replaced, in place, by the tensors that they make of a weight
         copied = dict(state)
         apply_factories(copied)
-        parts += [item for item in nested_values(copied) if isinstance(item, ShardedTensor)]
+        parts += [item for item in dict_utils.nested_values(copied) if isinstance(item, ShardedTensor)]
     shapes = {part.key: tuple(part.global_shape) for part in parts}
     faults = [fault for key, shape in shapes.items() if (fault := _fault(metadata, key, shape))]
     if faults := gather(faults):
@@ -197,7 +192,7 @@ def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None =
         gpt.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
     # `decoder.layers.7.mlp...`: a GPTModel's numbers and the name of its final norm
     elif "decoder.final_layernorm.weight" in keys:
-        for entry in nested_values(state):
+        for entry in dict_utils.nested_values(state):
             key = entry.key.replace("decoder.final_norm.", "decoder.final_layernorm.")
             entry.key = re.sub(r"(?<=decoder\.layers\.)\d+", lambda layer: str(int(layer[0]) // 2), key)
     return state
@@ -208,14 +203,14 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises CheckpointError for an index or an object that cannot be read or might run code. Modules' extra
     states are None: they are Transformer Engine's fp8 state, which is not used here."""
     together(lambda: check_objects(path))
-    extra, kept = extract_matching_values(
+    extra, kept = dict_utils.extract_matching_values(
         state, lambda item: isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
     )
     assert isinstance(kept, dict)  # as ``state`` is
-    dict_list_map_inplace(lambda _: None, extra)
+    dict_utils.dict_list_map_inplace(lambda _: None, extra)
     loaded = dist_checkpointing.load(kept, str(path))
     assert isinstance(loaded, dict)  # a tuple only if mismatched keys are requested
-    merge(loaded, extra)
+    dict_utils.merge(loaded, extra)
     return loaded
 
 

@@ -23,16 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen import files
 from megatron_eqlen.environments.conversation import STATES
-from megatron_eqlen.files import (
-    expecting,
-    read_json,
-    remove_partial,
-    step_folders,
-    step_name,
-    streams_of,
-    write_json,
-)
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.tokenizer import THINKING
 from megatron_eqlen.job import Job
@@ -100,7 +92,7 @@ class Target:
 
     @property
     def streams(self) -> Path:
-        return streams_of(self.options.run)
+        return files.streams_of(self.options.run)
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -212,7 +204,8 @@ class Target:
     @property
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """Checkpoints of the run that are not after the step's weights."""
-        return [(n, path) for n, path in step_folders(self.options.run / "checkpoints") if n <= self.steps]
+        kept = files.step_folders(self.options.run / "checkpoints")
+        return [(n, path) for n, path in kept if n <= self.steps]
 
     @cached_property
     def forced(self) -> list[int]:
@@ -285,22 +278,22 @@ class Target:
         # two probes that begin at the same time would mix their files
         with contextlib.closing(Hold(out)):
             if file.exists():
-                with expecting("what eqlen probe writes", file):
-                    before = {**read_json(file)["asked"]}
+                with files.expecting("what eqlen probe writes", file):
+                    before = {**files.read_json(file)["asked"]}
                 for key, value in asked.items():
                     if (found := before.get(key)) != value:
                         raise ValueError(f"--out {out}: holds another probe ({key}: {found!r} -> {value!r})")
                 return
-            recorded = self.streams / step_name(self.options.step - 1)
+            recorded = self.streams / files.step_name(self.options.step - 1)
             if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
                 (out / "recorded").unlink(missing_ok=True)
                 (out / "recorded").symlink_to(recorded.resolve())
             if self.steps and self._checkpoints:
-                remove_partial(out / "weights/checkpoints")
+                files.remove_partial(out / "weights/checkpoints")
                 checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
                 shutil.copy(self.options.run / METRICS, out / "weights")
             # last: from now on the folder is that of this probe
-            write_json(file, {"asked": asked})
+            files.write_json(file, {"asked": asked})
 
     def sampling(self, out: Path) -> Job:
         """Return the job of the continuations: the run's sampling, limits, environments and graders."""
@@ -359,7 +352,7 @@ def probe(target: Target, out: Path) -> None:
         if hold is not None:
             hold.check()
             found = look(read_step(out / step.name), target.kind, target.job, target.decode)
-            write_json(out / FILE, read_json(out / FILE) | {FOUND: as_json(found)})
+            files.write_json(out / FILE, files.read_json(out / FILE) | {FOUND: as_json(found)})
             session.progress.say(tables(found))
             page = write_probe_page(out / "probe.html", target.options.step, found, target.job.recipe)
             session.progress.say(f"see {page}")

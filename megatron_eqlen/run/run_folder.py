@@ -34,14 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import (
-    refuse_unwritable,
-    remove_partial,
-    step_folders,
-    step_name,
-    unused,
-    write_text,
-)
+from megatron_eqlen import files
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
@@ -125,13 +118,13 @@ class RunFolder:
             (self.path / CONTENTS).unlink(missing_ok=True)
         # with the lock held, what is half written belongs to killed processes
         for folder in (self.path, self.path / "evaluation", self.checkpoints, *self.streams.glob("step-*")):
-            remove_partial(folder)
+            files.remove_partial(folder)
         remove_quiet(self.hang)
         # a STOP for an earlier try, which ended before it looked, must not end this one
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
             self.stop.unlink()
             logger.warning("%s: removed: it is older than this command", self.stop)
-        write_text(self.recipe, dump(recipe))
+        files.write_text(self.recipe, dump(recipe))
         events.append(self.path, "started", pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID"))
         return self.hold
 
@@ -141,7 +134,7 @@ class RunFolder:
         begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
         run, _, step = source.rpartition("@") if "@" in source else (source, "", "")
         # the record that an earlier try has copied is not this run's own
-        own = [number for number, _ in step_folders(self.streams) if not begun or f"{number + 1}" != step]
+        own = [n for n, _ in files.step_folders(self.streams) if not begun or f"{n + 1}" != step]
         saved = checkpoint_folder.latest(self.checkpoints) or self.lost_checkpoints()
         if saved or own or (begun and source not in begun):
             # the same command, given again, resumes the run
@@ -150,18 +143,18 @@ class RunFolder:
                     f"--from {source}: {self.path} has begun, {' and '.join(begun) or 'from nothing else'}"
                 )
             return
-        kept = dict(step_folders(Path(run) / "checkpoints"))
+        kept = dict(files.step_folders(Path(run) / "checkpoints"))
         if not step.isdecimal() or int(step) not in kept:
             found = ", ".join(map(str, kept)) or "none"
             raise RecipeError(f"--from: expected RUN@STEP, one of its checkpoints ({found}), found {source}")
-        refuse_unwritable(self.path)
+        files.refuse_unwritable(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         events.append(self.path, "from", text=source)
         for name in (METRICS, "evaluation/before.json"):
             if (file := Path(run) / name).exists():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, self.path / name)
-        record = Path(run) / "streams" / step_name(int(step) - 1)
+        record = Path(run) / "streams" / files.step_name(int(step) - 1)
         if carries and record.is_dir():
             shutil.copytree(record, self.streams / record.name, dirs_exist_ok=True)
         checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
@@ -184,7 +177,7 @@ class RunFolder:
     def is_empty(self) -> bool:
         """Return True if no start here made anything. Such a folder takes another recipe and other inputs."""
         results = (self.path / METRICS, self.evaluation("before"), self.evaluation("after"), self.export)
-        folders = [*step_folders(self.streams), *step_folders(self.checkpoints)]
+        folders = [*files.step_folders(self.streams), *files.step_folders(self.checkpoints)]
         return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
 
     def wrote(self, export: Path) -> None:
@@ -194,7 +187,7 @@ class RunFolder:
     def set_aside(self, export: Path) -> None:
         """Rename an export that is not what this run wrote."""
         if export.exists():
-            aside = export.rename(unused(export.with_name(f"{export.name}-changed")))
+            aside = export.rename(files.unused(export.with_name(f"{export.name}-changed")))
             logger.warning("%s: not what this run wrote: set aside as %s", export, aside.name)
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
@@ -203,8 +196,8 @@ class RunFolder:
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
         # a resume from the oldest checkpoint also reads the step before it, whose rollouts it carries on
         if recipe.rollout.carry_over:
-            saved = min((number for number, _ in step_folders(self.checkpoints)), default=saved) - 1
-        for number, folder in step_folders(self.streams):
+            saved = min((number for number, _ in files.step_folders(self.checkpoints)), default=saved) - 1
+        for number, folder in files.step_folders(self.streams):
             if number >= saved or keep == "all":
                 continue
             named = (number + 1) % every == 0 if keep == "evaluations" else number >= saved - keep
@@ -214,18 +207,18 @@ class RunFolder:
     def reopen(self) -> None:
         """Rename the final evaluation and exports of an ended run after its last step: the run continues."""
         metrics = read_newest(self.path, 1)
-        label = step_name(int(metrics[-1]["step"]) if metrics else 0)
+        label = files.step_name(int(metrics[-1]["step"]) if metrics else 0)
         if (after := self.evaluation("after")).exists():
             after.replace(self.evaluation(label))  # has all that the step's own evaluation had
         after.with_name(after.name + PARTIAL).unlink(missing_ok=True)
         for export in (self.export, self.adapter):
             if export.exists():
-                export.rename(unused(self.path / f"{export.name}-{label}"))
+                export.rename(files.unused(self.path / f"{export.name}-{label}"))
 
     def check(self, recipe: Recipe, writes: bool = True) -> None:
         """Raise RecipeError if another recipe's run is in the folder, OSError if it ``writes`` and cannot."""
         if writes:
-            refuse_unwritable(self.path)
+            files.refuse_unwritable(self.path)
         if not self.recipe.exists() or self.is_empty():
             return
         if changed := _changed(self.recipe, recipe):
@@ -237,7 +230,7 @@ class RunFolder:
 def check_harvest(out: Path, recipe: Recipe) -> None:
     """Raise ValueError unless ``out`` is new, has no rollouts, or has those of a harvest of ``recipe``."""
     other = "choose another --out"
-    refuse_unwritable(out)
+    files.refuse_unwritable(out)
     # the real path, since a link may lead into the folder of a run
     here = Path(os.path.realpath(out))
     for folder in (here, *here.parents):
@@ -245,7 +238,7 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
             (folder / METRICS).exists() or any(event["kind"] != "harvest" for event in events.read(folder))
         ):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
-    recorded = [path.name for _, path in step_folders(out)]
+    recorded = [path.name for _, path in files.step_folders(out)]
     # an earlier harvest recorded nothing: this one may read other inputs
     if not recorded and (out / RECIPE).is_file():
         (out / CONTENTS).unlink(missing_ok=True)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_eqlen.files import new_folder, remove_partial, step_folders, step_name, step_number, unused
+from megatron_eqlen import files
 from megatron_eqlen.hf.folder import writing
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.checkpoint_folder import CheckpointError
@@ -71,9 +71,9 @@ class Saving:
                 checkpoint_folder.write_manifest(self._partial, manifest)
         if dist.get_rank() == 0:
             checkpoint_folder.set_latest(self.final)
-            step = step_number(self.final.name) or 0
+            step = files.step_number(self.final.name) or 0
             # later steps are of a run that went back before them: they take no place of those kept
-            older = [path for number, path in step_folders(self.final.parent) if number <= step]
+            older = [path for number, path in files.step_folders(self.final.parent) if number <= step]
             for old in older[: -self._keep]:
                 shutil.rmtree(old)
         size = agree(lambda: sum(entry["bytes"] for entry in manifest.values()))
@@ -98,14 +98,14 @@ class Saving:
 def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Saving | None:
     """Begin to write ``step``'s checkpoint under ``folder``, with the plain data ``position``; ``finish``
     removes all but the ``keep`` newest. Return None if the checkpoint exists. Collective."""
-    final = folder / step_name(step)
+    final = folder / files.step_name(step)
     if agree(lambda: _in_force(folder) == final):
         return None
     made = ExitStack()
     if dist.get_rank() == 0:
-        remove_partial(folder)
+        files.remove_partial(folder)
         shutil.rmtree(final, ignore_errors=True)  # a leftover that ``latest`` does not name
-    partial = agree(lambda: made.enter_context(new_folder(final)))
+    partial = agree(lambda: made.enter_context(files.new_folder(final)))
     # parked tensors read their copies on the host, so saving needs no room on the device
     with policy.memory.readable():
         state = sharded_state.of(policy)
@@ -169,7 +169,7 @@ def _candidates(folder: Path) -> tuple[list[Path], str | None]:
     except CheckpointError as error:
         return checkpoints, str(error)
     if pointed is None:
-        return checkpoints, f"{folder / checkpoint_folder.LATEST}: no such file" if checkpoints else None
+        return checkpoints, f"{folder / files.LATEST}: no such file" if checkpoints else None
     return [pointed, *(path for path in checkpoints if path.name < pointed.name)], None
 
 
@@ -188,7 +188,7 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
     for fault in filter(None, [complaint, *damaged.values()]):
         logger.warning("%s", fault)
     for name in damaged:
-        aside = unused(to.with_name(f"{name}-damaged"))
+        aside = files.unused(to.with_name(f"{name}-damaged"))
         to.with_name(name).rename(aside)
         logger.warning("%s: set aside; you may examine or remove it", aside)
     checkpoint_folder.set_latest(to)
