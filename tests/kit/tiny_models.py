@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
     model = tiny_model(family, **changes)
     model.save_pretrained(folder)
     return model
+
+
+def save_models(root: Path, models: Mapping[str, tuple[str, dict[str, Any]]]) -> dict[str, Path]:
+    """Write tiny models, families and changes by name, to folders of these names; return the folders."""
+    for name, (family, changes) in models.items():
+        save_tiny(root / name, family, **changes)
+    return {name: root / name for name in models}
 
 
 def gradients_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -31,7 +31,6 @@ from megatron_eqlen.types import Grade, Node, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.routes import any_routes
-from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import heard, layout, recipe_of, weights_of
 
 LONGEST = 40
@@ -259,13 +258,6 @@ def test_every_rank_fills_the_rows_of_full_rollouts_and_holds_no_other_arrays():
 
 
 # ---- an update -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path, "qwen3", num_hidden_layers=2)
-    return str(path)
 
 
 def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> list[tuple[Any, dict]]:

@@ -11,7 +11,6 @@ from megatron_eqlen.training.forward import row_multiple, run_rows
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
-from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import forest, masked
 from tests.kit.tree_training import build, gradients
 
@@ -53,13 +52,6 @@ def train(folder, layers, budget, with_masks, logits_chunk=None):
     result = metrics, gradients(model)
     stop()
     return result
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path, "qwen3", num_hidden_layers=2, vocab_size=96)
-    return path
 
 
 @pytest.fixture(scope="module")

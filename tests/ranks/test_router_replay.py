@@ -19,7 +19,7 @@ from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
 from tests.kit.routes import TOP_K, force, path_routes, routed
-from tests.kit.tiny_models import gradients_by_name, save_tiny
+from tests.kit.tiny_models import gradients_by_name, save_models
 from tests.kit.tree_samples import forest, pack
 from tests.kit.tree_training import (
     Trained,
@@ -47,10 +47,7 @@ BUDGET = 400
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name, (family, changes) in MODELS.items():
-        save_tiny(root / name, family, **changes)
-    return {name: root / name for name in MODELS}
+    return save_models(tmp_path_factory.mktemp("models"), MODELS)
 
 
 @pytest.fixture(scope="module")

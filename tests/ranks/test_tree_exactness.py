@@ -21,7 +21,7 @@ from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
-from tests.kit.tiny_models import SHORT, save_tiny
+from tests.kit.tiny_models import SHORT, save_models
 from tests.kit.tree_samples import forest, pack, paths
 from tests.kit.tree_training import (
     Trained,
@@ -47,10 +47,7 @@ BUDGET = 400
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    for name, (family, changes) in MODELS.items():
-        save_tiny(root / name, family, **changes)
-    return {name: root / name for name in MODELS}
+    return save_models(tmp_path_factory.mktemp("models"), MODELS)
 
 
 @pytest.fixture(scope="module")

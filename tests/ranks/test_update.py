@@ -12,10 +12,8 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path, "qwen3")
-    return str(path)
+def folder(folders):
+    return str(folders / "qwen3")
 
 
 @pytest.fixture(scope="module")

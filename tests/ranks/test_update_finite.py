@@ -14,19 +14,11 @@ from megatron_eqlen.training import saved_state
 from megatron_eqlen.training.finite import NonFiniteError
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
-from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import TWO_EPOCHS, build_policy, heard, layout, numbers, one_tree_a_row, same, save
 
 TREES = one_tree_a_row(3)[:2]
 NODE = f"{TREES[1].name!r}, node 2"
 NAN = math.nan
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path, "qwen3", num_hidden_layers=2)
-    return str(path)
 
 
 # ---- faults: each changes a policy or the trees and returns how to take it back --------------------------
