@@ -21,8 +21,8 @@ GRADER = "tests.kit.rubrics:even_length"
 NO_EVALUATION = "evaluation.benchmarks=[]"
 
 
-def make_home(folder: Path) -> Path:
-    """Fill ``folder`` with a random tiny model, its data and a recipe."""
+def make_home(folder: Path, run: Callable[..., Any] = run) -> Path:
+    """Fill ``folder`` with a random tiny model, its data and a recipe. ``run``: as ``jobs.run``."""
     data = folder / "sums.parquet"
     write_rows(data, [sum_of(first, second) for first in range(1, 9) for second in range(1, 9)])
     model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +84,3 @@ def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
 def test_transformer_engines_modules_and_plain_ones_share_checkpoints(tmp_path, family):
     save_tiny(tmp_path / "hf", family)
     run_ranks(2, both, tmp_path / "hf", LAYOUTS[family], tmp_path / "checkpoints")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not (torch.cuda.is_available() and find_spec("transformer_engine")), reason="needs both")
-def test_the_stand_in_has_transformer_engines_names():
-    import transformer_engine.pytorch as real  # pyright: ignore[reportMissingImports]
-
-    from tests.kit import transformer_engine_names as ours
-
-    size: dict[str, Any] = {"in_features": 16, "out_features": 32, "bias": False}
-    single: dict[str, Any] = {"tp_size": 1, "parallel_mode": None}
-    pairs = [
-        (real.Linear(**size), ours.Linear(**size, **single)),
-        (real.LayerNormLinear(**size, normalization="RMSNorm"), ours.LayerNormLinear(**size, **single)),
-        (real.GroupedLinear(num_gemms=2, **size), ours.GroupedLinear(num_gemms=2, **size, **single)),
-        (real.RMSNorm(hidden_size=16), ours.RMSNorm(16)),
-    ]
-    for theirs, mine in pairs:
-        assert theirs.state_dict().keys() == mine.state_dict().keys()

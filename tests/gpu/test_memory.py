@@ -1,4 +1,5 @@
-"""On a GPU: parking frees the device's memory, and the optimizer's keys take the bytes that they promise."""
+"""On a GPU: parking frees the device's memory, the optimizer's keys take the bytes that they promise, and a
+head in chunks a chunk's."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -6,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
+from megatron_eqlen.recipe import ParallelRecipe
+from megatron_eqlen.training.head import Head
 from megatron_eqlen.training.policy import Policy
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import one_tree_a_row, recipe_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
 
 
@@ -87,3 +87,28 @@ def test_the_optimizer_takes_the_bytes_that_its_keys_promise_and_trains(
         policy.unpark()
         policy.update([one_tree_a_row(3)])
     assert not all(map(torch.equal, before, [weight for _, weight in policy.weights()]))
+
+
+def test_a_head_in_chunks_takes_less_and_rounds_alike(world):
+    """cuBLAS may take another kernel for another number of rows, so not bit for bit."""
+    groups.start(ParallelRecipe(), seed=1)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    labels = torch.zeros(8192, dtype=torch.int64, device="cuda")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    hidden = torch.randn(8192, 1024, generator=generator, device="cuda").bfloat16()
+    weight = 0.02 * torch.randn(32768, 1024, generator=generator, device="cuda").bfloat16()
+    results, peaks = [], []
+    for chunk in (8192, 1024):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = Head(labels, None, None, 1.0, everyone, chunk)(*inputs)
+        results.append([out[0].detach(), torch.autograd.grad(out[0].sum(), inputs)[0].float()])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    logits = 8192 * 32768 * 2
+    assert peaks[0] >= 2 * logits
+    assert peaks[1] <= 2 * logits / 8 + (256 << 20) + 32768 * 1024 * (4 + 2 + 2) + 4 * 8192 * 1024 * 2
+    (whole, whole_grad), (chunks, chunks_grad) = results
+    assert float((chunks - whole).abs().max()) <= 0.05
+    assert float((chunks_grad - whole_grad).abs().max()) <= 0.01

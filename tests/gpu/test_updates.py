@@ -1,0 +1,78 @@
+"""Optimizer steps on a GPU, with Transformer Engine's layers and fla's kernels where they are installed, are
+those of plain torch on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.updates import Result
+from tests.kit.tiny_models import FAMILIES, SHORT, save_tiny
+
+HEADS: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+"""Sizes of Gated DeltaNet's heads that kernels take."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        heads = HEADS if family.startswith(("qwen3_next", "qwen3_5")) else {}
+        save_tiny(folder / family, family, **SHORT.get(family, {}) | heads)
+    return folder
+
+
+def updates(folder: Path, dtype: str, **environ: str) -> dict[str, Result | str]:
+    result = folder.with_name(f"{folder.name}-{dtype}-{len(environ)}.pt")
+    command = [sys.executable, "-m", "tests.gpu.updates", folder, dtype, result]
+    subprocess.run(command, env=os.environ | environ, check=True, timeout=900)
+    return torch.load(result)
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(folder) -> dict[str, Result | str]:
+    return updates(folder, "float32", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.fixture(scope="module")
+def in_float32(folder) -> dict[str, Result | str]:
+    """Transformer Engine multiplies float32 in TF32 by default."""
+    return updates(folder, "float32", NVIDIA_TF32_OVERRIDE="0", EQLEN_VERBOSE="1")
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(folder) -> dict[str, Result | str]:
+    return updates(folder, "bfloat16")
+
+
+def compared(ours: Result | str, reference: Result | str) -> tuple[float, float]:
+    """Return the relative differences of the gradients' norms (the larger) and of the weights' change."""
+    assert not isinstance(ours, str), ours
+    assert not isinstance(reference, str), reference
+    assert ours[1].keys() == reference[1].keys()
+    norms = max(abs(a / b - 1) for a, b in zip(ours[0], reference[0], strict=True))
+    moved, exact = ([after[name] - before[name] for name in after] for _, before, after in (ours, reference))
+    off = sum(float((a - b).square().sum()) for a, b in zip(moved, exact, strict=True))
+    return norms, (off / sum(float(b.square().sum()) for b in exact)) ** 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_updates_are_the_cpus(on_the_cpu, in_float32, family):
+    norms, change = compared(in_float32[family], on_the_cpu[family])
+    assert norms < 2e-3
+    assert change < 2e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_updates_are_the_cpus_up_to_rounding(on_the_cpu, in_bfloat16, family):
+    """Rounding changes some choices of experts, and Adam makes small gradients as large as others. The bounds
+    are about twice what bfloat16 costs on a CPU."""
+    norms, change = compared(in_bfloat16[family], on_the_cpu[family])
+    assert norms < (0.5 if family == "qwen3_5_moe_text" else 5e-2)
+    assert change < 0.5
