@@ -39,7 +39,7 @@ def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packa
         if there:
             (folder / "nvcc").touch(0o755)
     monkeypatch.setattr(vllm_args, "has_flashinfer", lambda: True)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])  # and no packages of .venv
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     for name in ("CUDA_HOME", "CUDA_PATH", SAMPLER):
         monkeypatch.delenv(name, raising=False)
