@@ -45,6 +45,6 @@ def try_rewards(session: Session, source: PromptSource) -> None:
     for first in rewards:
         (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")
         try:  # some advantages refuse rewards below 0, which a harvest would find after hours
-            session.objective.advantage([0.0, first.lowest], [1, 1])
-        except ValueError as error:
-            raise ValueError(f"first rewards of {first.name} ({first.grader}): {error}") from error
+            session.objective.advantage([1.0, first.lowest], [1, 1])
+        except (ArithmeticError, ValueError) as error:
+            raise ValueError(f"first rewards of {first}: loss.advantage: {error}") from error
