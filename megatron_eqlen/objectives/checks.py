@@ -97,10 +97,9 @@ def _sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     # with shares of units only sums over tokens leave the gradient unbiased
     average = name_of(objective.aggregation, AGGREGATIONS)
     if is_on_policy(recipe, objective) and average is not None and average not in SUMS:
-        weights = settings(recipe, objective)["on_policy"]
         yield (
-            f"loss.loss_agg_mode: {average} with {weights} divides by numbers of tokens, which biases the "
-            f"gradient; expected one of {', '.join(SUMS)}"
+            f"loss.loss_agg_mode: {average} with {settings(recipe, objective)['on_policy']} divides by "
+            f"numbers of tokens, which biases the gradient; expected one of {', '.join(SUMS)}"
         )
 
 
@@ -124,9 +123,10 @@ def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     # a token baseline is compared once: no std, batch mean, names or weights of forks after it
     has_other = objective.forks != "apart" or objective.whitened or objective.rewards == "apart"
     if has_other or objective.advantage not in (rloo, dr_grpo):
+        advantage = f"advantage {described(objective.advantage)} and rewards: {objective.rewards}"
         yield (
-            f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
-            f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
+            f"{key} is the advantage itself, reward less baseline: expected objective: dr_grpo or rloo, "
+            f"rewards: together, found objective: {objective.name}, {advantage}"
         )
 
 
@@ -287,7 +287,7 @@ def _dynamic_sampling_problems(recipe: Recipe, objective: Objective) -> Iterator
         return
     baseline, advantage = described(objective.baseline), described(objective.advantage)
     causes = {
-        f"teacher: {recipe.teacher}": bool(recipe.teacher),
+        f"teacher: {recipe.teacher.path or recipe.teacher.url}": bool(recipe.teacher),
         f"objective: {objective.name}, which compares each reward with those of the whole batch": (
             objective.whitened == "standardize"
         ),
@@ -325,9 +325,8 @@ def remarks(job: ResolvedRecipe) -> list[str]:
             "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
         )
-    budget = recipe.rollout.tokens_per_step
     on_policy = recipe.sampling == "independent" or is_on_policy(recipe, job.objective)
-    if on_policy and budget and not recipe.rollout.carry_over:
+    if on_policy and recipe.rollout.tokens_per_step and not recipe.rollout.carry_over:
         pairs = recipe.sampling == "equal_length"
         kind = "equal_length.pair_weight: on_policy" if pairs else f"sampling: {recipe.sampling}"
         sentences.append(

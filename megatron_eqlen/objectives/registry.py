@@ -97,16 +97,14 @@ def resolve(recipe: Recipe) -> Objective:
     trees and with ``equal_length.pair_weight: on_policy`` tokens are summed in place of the method's average,
     and advantages not divided by the standard deviation of a pair, which leaves only the sign of its gap."""
     objective, loss = lookup(recipe.objective), recipe.loss
-    named = ("overlong_factor", "dynamic_sampling", "length_quantiles", "rewards")
+    named = ("overlong_buffer", "overlong_factor", "dynamic_sampling", "length_quantiles", "rewards")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
     # shares of units take the place of an average by length, and of a pair's standard deviation
     if is_on_policy(recipe, objective):
         changes["aggregation"] = seq_mean_token_sum_norm
         if objective.advantage is grpo:
             changes["advantage"] = rloo
-    if loss.overlong_buffer is not None:
-        changes["overlong_buffer"] = loss.overlong_buffer
-    elif objective.overlong_buffer:
+    if loss.overlong_buffer is None:
         changes["overlong_buffer"] = min(objective.overlong_buffer, recipe.rollout.max_response_length // 5)
     objective = dataclasses.replace(objective, **changes | named_parts(loss))
     return dataclasses.replace(objective, surrogate=_with_clip(objective.surrogate, loss))

@@ -44,3 +44,7 @@ def try_rewards(session: Session, source: PromptSource) -> None:
     refuse_unfit(rewards)
     for first in rewards:
         (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")
+        try:  # some advantages refuse rewards below 0, which a harvest would find after hours
+            session.objective.advantage([1.0, first.lowest], [1, 1])
+        except (ArithmeticError, ValueError) as error:
+            raise ValueError(f"first rewards of {first}: loss.advantage: {error}") from error

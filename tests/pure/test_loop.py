@@ -9,6 +9,7 @@ import pytest
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
+from megatron_eqlen.objectives.advantages import gr3, grpo
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.run import loop, prompts
@@ -126,12 +127,15 @@ def fails(response: str) -> float:
     return float(response.split("=")[1])
 
 
-@pytest.mark.parametrize(("grader", "error"), [
-    ("half", ""),
-    ("unknown", r"a parameter that takes the response.*found \(respones, answer\)"),
-    ("fails", "IndexError at"),
+@pytest.mark.parametrize(("grader", "advantage", "error"), [
+    ("half", grpo, ""),
+    ("half", gr3, "first rewards of sums .*half.: .*expected rewards of at least 0, found -0.5"),
+    ("unknown", grpo, r"a parameter that takes the response.*found \(respones, answer\)"),
+    ("fails", grpo, "IndexError at"),
 ])  # fmt: skip
-def test_a_reward_function_is_called_on_a_row_before_anything_is_built(tmp_path, monkeypatch, grader, error):
+def test_a_reward_function_is_called_on_a_row_before_anything_is_built(
+    tmp_path, monkeypatch, grader, advantage, error
+):
     write_hf_tokenizer(tmp_path, ["What is 1 + 1?"] * 8)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": 2}\n')
     source = {"name": "sums", "path": f"{tmp_path}/rows.jsonl", "grader": f"{__name__}:{grader}"}
@@ -139,7 +143,7 @@ def test_a_reward_function_is_called_on_a_row_before_anything_is_built(tmp_path,
     said, ends = [], []
     progress = SimpleNamespace(say=said.append, warn=lambda text: said.append(f"WARNING: {text}"))
     session = SimpleNamespace(recipe=made, tokenizer=load_tokenizer(tmp_path), progress=progress)
-    session.ends_with = ends.append
+    session.ends_with, session.objective = ends.append, SimpleNamespace(advantage=advantage)
     monkeypatch.setattr(prompts.distributed, "is_rank0", lambda: True)
     with pytest.raises(ValueError, match=error) if error else nullcontext():
         prompts.try_rewards(session, prompts.start_prompts(session))
