@@ -196,6 +196,17 @@ def test_a_damaged_file_is_named(run, name, damage):
         screen(run)
 
 
+def test_a_run_whose_checkpoints_were_removed_keeps_its_status_and_page(run):
+    latest = run / "checkpoints/latest"
+    latest.parent.mkdir()
+    latest.write_text("step-00000030")
+    assert "checkpoint  step-00000030, which is not there" in screen(run)
+    assert "step-00000030, which is not there" in write_page(run).read_text()
+    latest.write_text("step")
+    with pytest.raises(ValueError, match=f"^{latest}: expected the name of a checkpoint, found 'step'"):
+        screen(run)
+
+
 @pytest.mark.parametrize("name", ["rank-0.arrow", "grades-rank-0.arrow"])
 def test_status_and_report_refuse_the_record_that_training_refuses(tmp_path, name):
     """A bit is flipped. The page does not show rollouts of that step."""
