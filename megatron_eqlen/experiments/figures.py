@@ -166,8 +166,7 @@ def sheet(title: str, x_name: str, charts: Charts) -> str:
         for place in places[len(charts) :]:
             place.remove()
         columns = min([4, *(max(LETTERS // (len(name) + 10), 1) for name in names)])
-        handles = [drawn[name] for name in names]
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        figure.legend([drawn[name] for name in names], labels, loc="outside lower center", ncols=columns)
         return svg(figure)
 
 

@@ -48,8 +48,7 @@ def print_rollouts(
     if recipe is None:
         console.print(f"{streams}: no run's recipe.yaml above it: what was trained is not known\n")
     decode, job = by_token(load_decoder(model)), recipe and Job(recipe)
-    steps = recorded_steps(streams)
-    if not steps:
+    if not (steps := recorded_steps(streams)):
         expected = f"a .arrow file, or a folder with {FILES} or step-*/{FILES}"
         kind = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(f"{streams}: expected {expected}, found {kind}")
