@@ -41,8 +41,8 @@ def ended_groups(plan: Plan) -> list[Group]:
             if runs := [read_run(c.folder, c.recipe(of)) for c, of in budgets if c.trained(of)]:
                 methods.append(Group(model, method, runs))
         # The base is measured by any method's runs before their first step.
-        every = [run for group in methods for run in group.runs]
-        groups += [Group(model, BASE, every)] if any(run.before for run in every) else []
+        measured = [run for group in methods for run in group.runs if run.before]
+        groups += [Group(model, BASE, measured)] if measured else []
         groups += methods
     return groups
 
