@@ -93,10 +93,8 @@ def over_ranks(ranks: Sequence[Metrics]) -> Metrics:
         seconds = {rank: own[f"time/{stage}"] for rank, own in enumerate(ranks) if f"time/{stage}" in own}
         if seconds:
             slowest = max(seconds, key=seconds.__getitem__)
-            merged |= {
-                f"time/slowest/{stage}": seconds[slowest],
-                f"time/slowest_rank/{stage}": float(slowest),
-            }
+            merged[f"time/slowest/{stage}"] = seconds[slowest]
+            merged[f"time/slowest_rank/{stage}"] = float(slowest)
     return merged
 
 

@@ -110,9 +110,9 @@ class Grade:
 
     def __post_init__(self) -> None:
         # squares are summed, in float32 too
-        if not all(abs(number) <= 1e15 for number in (self.reward, *self.rewards.values())):
-            found = self.rewards or self.reward
-            raise ValueError(f"{self.grader}: expected a reward up to 1e15, got {found}")
+        for name, number in (*self.rewards.items(), ("a reward", self.reward)):
+            if not abs(number) <= 1e15:
+                raise ValueError(f"{self.grader}: expected {name} up to 1e15, got {number}")
         # a grader of a user's own may give numbers of NumPy or torch, which records and logs do not take
         self.reward, self.rewards = float(self.reward), {n: float(r) for n, r in self.rewards.items()}
         self.answer = self.answer if self.answer is None else str(self.answer)

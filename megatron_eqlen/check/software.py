@@ -60,8 +60,7 @@ def package(wanted: Package, place: Place) -> Finding | None:
 def inputs(place: Place) -> Finding | None:
     """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub.
     Where seconds do not matter, look for every tensor of the model."""
-    job = place.job
-    if job is None:
+    if (job := place.job) is None:
         return None
     job.fetch()
     commits = "".join(f", {key} {commit}" for key, commit in revisions(job.recipe).items())

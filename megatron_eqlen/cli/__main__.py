@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import signal
@@ -20,6 +21,9 @@ def main(argv: list[str] | None = None) -> int:
         pass
     os.close(free)
     sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
+    # In a locale without UTF-8, too: a character that it lacks would end a run.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     interrupts.begin()  # before the other imports, which take long enough for Ctrl-C
     before, sys.argv = sys.argv, sys.argv if argv is None else ["eqlen", *argv]  # ranks get the same command
     try:

@@ -44,8 +44,7 @@ def submissions(plan: Plan) -> Iterator[str]:
     """Yield ``eqlen submit`` commands of unfinished runs; a comment on those without a known budget."""
     waiting = 0
     for cell in plan.cells:
-        limits = plan.limits(cell)
-        if limits is None:
+        if (limits := plan.limits(cell)) is None:
             waiting += 1
         elif not cell.ended(limits):
             yield shlex.join(["eqlen", "submit", cell.recipe_file, *cell.overrides, *limits])
@@ -85,8 +84,7 @@ def _recipe(plan: Plan, cells: list[Cell]) -> list[str]:
 
 def _limit(plan: Plan, cells: list[Cell]) -> str:
     """Return how a method's runs end, and how many have ended."""
-    limits = plan.limits(cells[0])
-    if limits is None:
+    if (limits := plan.limits(cells[0])) is None:
         return f"{UNITS[plan.sweep.match]} as {plan.sweep.reference}"
     done = sum(cell.ended(limits) for cell in cells)
     ended = f"; {done} of {len(cells)} runs have ended" if done else ""

@@ -69,8 +69,7 @@ def evaluate(
     gathered = gather(list(zip(map(_answers, groups), graders, lost, strict=True)))
     # avg@k needs k rewards: a problem with a lost one is left out.
     answers = {answer.prompt_id: answer for answer, _, lost in gathered if not lost}
-    causes = [f"{lost[0].detail} ({answer.prompt_id})" for answer, _, lost in gathered if lost]
-    if causes:
+    if causes := [f"{lost[0].detail} ({answer.prompt_id})" for answer, _, lost in gathered if lost]:
         left = f"{benchmark.name}: {len(causes)} of {len(problems)} problems are left out: {causes[0]}"
         if not answers:
             raise UnscoredError(f"evaluation: {left}")

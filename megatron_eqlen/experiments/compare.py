@@ -167,11 +167,10 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
         return Accuracy(paper, headline, len(results))
 
     rows = by_benchmark(groups, benchmarks, accuracy)
-    seeds: dict[str, int] = {}
-    for group in groups:
-        # The largest number: a method may have fewer seeds on one model than on another.
-        seeds[group.method] = max(len({run.recipe.seed for run in group.runs}), seeds.get(group.method, 0))
-    return [{METHOD: row[METHOD], SEEDS: seeds[row[METHOD]]} | row for row in rows]
+    seeds = [(group.method, len({run.recipe.seed for run in group.runs})) for group in groups]
+    # The largest number: a method may have fewer seeds on one model than on another.
+    most = {method: max(count for of, count in seeds if of == method) for method, _ in seeds}
+    return [{METHOD: row[METHOD], SEEDS: most[row[METHOD]]} | row for row in rows]
 
 
 def differences(groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None) -> Rows:
@@ -288,8 +287,7 @@ def compared_cost(groups: Sequence[Group]) -> str:
 def _short(label: str, run: RunResult) -> str | None:
     """Return how a run ended before its limits; None if it reached them."""
     budget, outcome = run.recipe.budget, run.recipe.budget.outcome(run.spent)
-    by = budget.ended_by(run.spent)
-    if by is None:
+    if (by := budget.ended_by(run.spent)) is None:
         return f"{label} seed {run.recipe.seed} is not at its end: {outcome}"
     # A cap of steps beside a budget: the run may have spent less than others.
     others = [UNITS[key] for key, _ in budget.limits() if key in COSTS]

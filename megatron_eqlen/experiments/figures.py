@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ WINDOW = 10
 """Steps over which an oscillation is averaged."""
 COLUMNS = 2
 """Charts in a row of a sheet."""
+LETTERS = 125
+"""Letters that are as wide as a sheet: longer names have several lines."""
 DASHES = ("-", "--", ":", "-.")
 
 Curve = tuple[np.ndarray, np.ndarray]
@@ -139,12 +142,15 @@ def sheet(title: str, x_name: str, charts: Charts) -> str:
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
+    names = list(dict.fromkeys(name for lines in charts.values() for name in lines))
+    labels = [textwrap.fill(name, LETTERS - 10) for name in names]
     rows = max(1, -(-len(charts) // COLUMNS))
-    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
-        figure = Figure(figsize=(8, 1.2 + 2.1 * rows), layout="constrained")
+    # A method's name may be a prompt's text: its dollars are no formula's.
+    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9, "text.parse_math": False}):
+        height = 1.1 + 2.1 * rows + 0.13 * "\n".join(labels).count("\n")
+        figure = Figure(figsize=(8, height), layout="constrained")
         figure.suptitle(title, fontsize=10, fontweight="bold")
         places = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-        names = list(dict.fromkeys(name for lines in charts.values() for name in lines))
         drawn = {}
         for place, (name_of_chart, lines) in zip(places, charts.items(), strict=False):
             place.set(title=name_of_chart, xlabel=x_name)
@@ -159,7 +165,8 @@ def sheet(title: str, x_name: str, charts: Charts) -> str:
         # The last row may have fewer charts than columns.
         for place in places[len(charts) :]:
             place.remove()
-        figure.legend([drawn[name] for name in names], names, loc="outside lower center", ncols=4)
+        columns = min([4, *(max(LETTERS // (len(name) + 10), 1) for name in names)])
+        figure.legend([drawn[name] for name in names], labels, loc="outside lower center", ncols=columns)
         return svg(figure)
 
 

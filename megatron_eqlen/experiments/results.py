@@ -38,12 +38,11 @@ def ended_groups(plan: Plan) -> list[Group]:
             cells = [cell for cell in plan.cells if (cell.model, cell.method) == (model, method)]
             # A run may have ended only if its budget is known.
             budgets = [(cell, limits) for cell in cells if (limits := plan.limits(cell)) is not None]
-            runs = [read_run(c.folder, c.recipe(limits)) for c, limits in budgets if c.trained(limits)]
-            if runs:
+            if runs := [read_run(c.folder, c.recipe(of)) for c, of in budgets if c.trained(of)]:
                 methods.append(Group(model, method, runs))
         # The base is measured by any method's runs before their first step.
-        every = [run for group in methods for run in group.runs]
-        groups += [Group(model, BASE, every)] if any(run.before for run in every) else []
+        measured = [run for group in methods for run in group.runs if run.before]
+        groups += [Group(model, BASE, measured)] if measured else []
         groups += methods
     return groups
 

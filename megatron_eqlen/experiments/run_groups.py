@@ -110,8 +110,8 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
     for model in dict.fromkeys(models):
         mine = [run for run, own in zip(runs, models, strict=True) if own == model]
         mine.sort(key=lambda run: (run.recipe.sampling == "equal_length", run.recipe.method))
-        if any(run.before for run in mine):
-            groups.append(Group(model, BASE, mine))
+        if measured := [run for run in mine if run.before]:
+            groups.append(Group(model, BASE, measured))
         # Sorted by seed, so that two runs of one seed are neighbours below.
         for method in dict.fromkeys(run.recipe.method for run in mine):
             same = [run for run in mine if run.recipe.method == method]

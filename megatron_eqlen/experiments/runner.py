@@ -88,8 +88,7 @@ class Runner:
 
     def _collect(self) -> None:
         for child in [*self.running]:
-            status = child.process.poll()
-            if status is None:
+            if (status := child.process.poll()) is None:
                 continue
             self.running.remove(child)
             self.slots.append(child.environ)
@@ -139,8 +138,7 @@ class Runner:
 
 def slots(jobs: int, processes: int) -> list[dict[str, str]]:
     """Return the environment of each of ``jobs`` runs: its own GPUs. Raises ValueError for too few GPUs."""
-    gpus = visible_gpus()
-    if not gpus:
+    if not (gpus := visible_gpus()):
         return [{} for _ in range(jobs)]
     if jobs * processes > len(gpus):
         raise ValueError(f"--jobs {jobs} x {processes} GPUs a run: expected at most {len(gpus)} GPUs")

@@ -41,6 +41,9 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", "invalid escape", SyntaxWarning)  # when compiled
     warnings.filterwarnings("ignore", ".* is experimental and still under", UserWarning)
     warnings.filterwarnings("ignore", ".*numa_migrate_pages failed", UserWarning)
+    # Megatron-Core reads checkpoints without collectives
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unin", UserWarning)
+    warnings.filterwarnings("ignore", "The argument order of .* has been changed", UserWarning)
     warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)
 
 

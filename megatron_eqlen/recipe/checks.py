@@ -22,11 +22,10 @@ def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
     check_options("model.megatron", recipe.model.megatron)
     check_options("rollout.vllm", recipe.rollout.vllm)
-    for rules in (_run_problems, _engine_problems, _evaluation_problems, _teacher_problems):
+    for rules in (_run_problems, _engine_problems, _evaluation_problems, _teacher_problems, _reward_problems):
         for problem in rules(recipe):
             raise ValueError(problem)
     layout.check(recipe)
-    _check_plugins(recipe)
     for problem in _supervised_problems(recipe) if recipe.supervised else ():
         raise ValueError(problem)
 
@@ -205,7 +204,7 @@ def _supervised_problems(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: expected {expected}, found {source.reader}"
 
 
-def _check_plugins(recipe: Recipe) -> None:
+def check_imports(recipe: Recipe) -> None:
     """Raise ValueError unless every object that the recipe names by import path can be imported."""
     paths = {"environment.name": recipe.environment.name}
     sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
@@ -216,9 +215,12 @@ def _check_plugins(recipe: Recipe) -> None:
     for key, path in paths.items():
         if is_import_path(path or ""):
             load_object(path or "", key)
+
+
+def _reward_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield weights of named rewards beside graders that name none."""
     for number, source in enumerate(recipe.data.sources):
         if recipe.reward.weights and not recipe.environment.name and not is_import_path(source.grader or ""):
             weighs = f"{shown(recipe.reward.weights)} weighs named rewards"
             expected = f"a grader of your own at data.sources.{number}.grader"
-            found = source.grader or "none"
-            raise ValueError(f"reward.weights: {weighs}: expected {expected}, found {found}")
+            yield f"reward.weights: {weighs}: expected {expected}, found {source.grader or 'none'}"

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from megatron_eqlen.files import naming
 from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, shown
-from megatron_eqlen.recipe.checks import check
+from megatron_eqlen.recipe.checks import check, check_imports
 from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under, leaves
 from megatron_eqlen.recipe.others import read_table
@@ -88,7 +88,8 @@ def parse(raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = ()) -
     """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
     try:
         recipe = _validated(raw, bool(checks))
-        for each in (check, *checks):
+        # An earlier run's recipe is read without its own code, which may have stayed elsewhere.
+        for each in (check, check_imports, *checks) if checks else (check,):
             each(recipe)
     except ValueError as error:
         raise RecipeError(f"{where}: {explain(error)}") from None

@@ -194,13 +194,9 @@ def _stages(columns: Columns) -> list[Series]:
     totals = {stage: float(seconds.sum()) for stage, seconds in taken.items() if seconds.any()}
     overall = sum(totals.values())
     last = {s: f"{compact(t / len(columns.steps))} s, {t / overall:.0%}" for s, t in totals.items()}
+    colours: dict[str, str] = dict(zip(m.STAGES, COLOURS, strict=True))
     return [
-        Series(
-            stage,
-            averaged(taken[stage]),
-            colour=COLOURS[m.STAGES.index(stage) % len(COLOURS)],
-            last=last[stage],
-        )
+        Series(stage, averaged(taken[stage]), colour=colours[stage], last=last[stage])
         for stage in sorted(totals, key=lambda stage: -totals[stage])
     ]
 

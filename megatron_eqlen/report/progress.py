@@ -69,9 +69,8 @@ class Progress:
     def finish(self, page: Path, learned: str = "") -> None:
         """Print the last line: the limit that ended the run, accuracies ``learned``, the report's path."""
         taken = duration(time.monotonic() - self.started)
-        came = self.budget.outcome(self.spent)
-        parts = [came, *filter(None, [learned]), f"{taken} since the start"]
-        self.say(f"{self.title}: {', '.join(parts)}; see {page}")
+        parts = self.budget.outcome(self.spent), learned, f"{taken} since the start"
+        self.say(f"{self.title}: {', '.join(filter(None, parts))}; see {page}")
 
     def _line(self) -> str:
         of = "" if self.budget.steps is None else f"/{self.budget.steps}"

@@ -130,9 +130,10 @@ class RunStatus:
             yield from _evaluated(self.folder, self.last.get("step", 0))
         if os.path.lexists(self._latest):
             name, saved = read_text(self._latest).strip(), self._latest.stat().st_mtime
-            if step_number(name) is None or not (self._latest.parent / name).is_dir():
+            if step_number(name) is None:
                 raise ValueError(f"{self._latest}: expected the name of a checkpoint, found {name!r:.80}")
-            yield "checkpoint", f"{name}, {_ago(saved, now)}"
+            there = (self._latest.parent / name).is_dir()
+            yield "checkpoint", f"{name}, {_ago(saved, now) if there else 'which is not there'}"
         for at, text in [*self.state.warnings][-MOST_WARNINGS:]:
             yield "warning", f"{time.strftime('%H:%M:%S', time.localtime(at))} {text}"
 

@@ -24,6 +24,8 @@ from megatron_eqlen.types import Rollout, rollout_key
 
 BEFORE = 80
 """Characters of the part before that are printed with a part."""
+ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+"""How control characters are printed: a terminal would obey them."""
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 
 
@@ -46,8 +48,7 @@ def print_rollouts(
     if recipe is None:
         console.print(f"{streams}: no run's recipe.yaml above it: what was trained is not known\n")
     decode, job = by_token(load_decoder(model)), recipe and Job(recipe)
-    steps = recorded_steps(streams)
-    if not steps:
+    if not (steps := recorded_steps(streams)):
         expected = f"a .arrow file, or a folder with {FILES} or step-*/{FILES}"
         kind = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(f"{streams}: expected {expected}, found {kind}")
@@ -95,21 +96,26 @@ def _as_json(step: str, rollout: Rollout, seen: RolloutView, probed: list[dict[s
 def _print(console: Console, rollout: RolloutView, probed: Sequence[dict[str, Any]]) -> None:
     console.print(Text.assemble((rollout.prompt_id, "bold"), "  ", rollout.title))
     if rollout.question:
-        console.print(Padding(Text(rollout.question, "italic"), (0, 0, 0, 2)))
+        console.print(Padding(_text((rollout.question, "italic")), (0, 0, 0, 2)))
     for part in rollout.parts:
         style = STYLES[part.lesson.role]
-        console.print(Text.assemble("  ", (part.label, f"bold {style}"), "  ", ", ".join(part.facts())))
+        console.print(_text((f"  {part.label}", f"bold {style}"), ("  " + ", ".join(part.facts()), "")))
         # the end of the text that the part continues
         before = rollout.parts[part.parent].text[-BEFORE:] if part.parent >= 0 else ""
-        text = Text.assemble((f"…{before}▸" if before else "", "dim"), (part.text, style))
+        text = _text((f"…{before}▸" if before else "", "dim"), (part.text, style))
         console.print(Padding(text, (0, 0, 0, 4)))
     for response in probed:
         title, *rows = response_lines(response)
         texts = [(stretch["text"], _shade(*stretch["change"])) for stretch in response["stretches"]]
         console.print(Text.assemble("  ", ("probed", "bold"), f"  {title}"))
-        console.print(Padding(Text.assemble(*texts), (0, 0, 1, 4)))
+        console.print(Padding(_text(*texts), (0, 0, 1, 4)))
         console.print(Text("\n".join(rows)))
     console.print()
+
+
+def _text(*pieces: tuple[str, str]) -> Text:
+    """Return pieces of text, each with its style."""
+    return Text.assemble(*((text.translate(ESCAPES), style) for text, style in pieces))
 
 
 def _shade(change: float, low: float, high: float) -> str:

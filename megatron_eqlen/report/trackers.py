@@ -64,9 +64,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
         # the recipe for the tab HParams: a column for each key in which runs differ
         keys = leaves(with_defaults(job).model_dump(mode="json"))
-        plain = {
-            key: value if isinstance(value, int | float) else shown(value) for key, value in keys.items()
-        }
+        plain = {key: of if isinstance(of, int | float) else shown(of) for key, of in keys.items()}
         _, session, _ = hparams(plain, {})  # the first would fix the columns to this run's
         self.writer._get_file_writer().add_summary(session)
 

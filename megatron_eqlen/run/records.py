@@ -26,8 +26,7 @@ class StepRecords:
         recorded = {*columns.steps.astype(int).tolist()}
         if not resumed and recorded:
             self._session.progress.say(f"no checkpoint was saved: {len(recorded)} steps are trained again")
-        missing = [step for step in range(1, steps + 1) if step not in recorded]
-        if missing:
+        if missing := [step for step in range(1, steps + 1) if step not in recorded]:
             self._session.progress.warn(
                 f"{self._folder.path / METRICS} has no record of {len(missing)} of {steps} steps (the "
                 f"first: step {missing[0]}): the run continues, and reports and comparisons lack them"

@@ -165,8 +165,7 @@ class RunFolder:
 
     def lost_checkpoints(self) -> str | None:
         """Return an error if a checkpoint was saved and none is there, else None."""
-        saved = read_state(self.path).saved
-        if saved is None:
+        if (saved := read_state(self.path).saved) is None:
             return None
         return (
             f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}: put it back, "

@@ -23,6 +23,11 @@ logging.getLogger("megatron.core.distributed.distributed_data_parallel").warning
 import warnings
 compile(r"'\\-'", "a library", "exec")
 warnings.warn("MimoModelConfig is experimental and still under active development.", UserWarning)
+import tempfile
+import torch.distributed.checkpoint as checkpoint
+with tempfile.TemporaryDirectory() as folder:
+    checkpoint.save({"weight": torch.zeros(1)}, checkpoint.FileSystemWriter(folder))
+    checkpoint.load({"weight": torch.ones(1)}, checkpoint.FileSystemReader(folder))
 from huggingface_hub.utils import are_progress_bars_disabled
 if not are_progress_bars_disabled():
     print("progress bars")

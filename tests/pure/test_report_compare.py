@@ -121,7 +121,9 @@ def test_the_base_has_a_result_for_each_seed_also_where_two_are_equal(tmp_path):
         for sampling in ("independent", "equal_length"):
             folder = make_run(tmp_path, seed, 12, sampling=sampling)
             write_results(folder / "evaluation/before.json", [result(right)])
-    base = tables_of(tmp_path)["Accuracy"][0]
+    (make_run(tmp_path, 3, 12) / "evaluation/before.json").unlink()
+    base, *methods = tables_of(tmp_path)["Accuracy"]
+    assert [row["Seeds"] for row in methods] == [3, 4]
     assert (base["Method"], base["Seeds"]) == ("base", 3)
     assert base["aime25"]["paper"]["mean"] == pytest.approx(1 / 3)
 

@@ -82,12 +82,12 @@ def log_steps(run: Path, steps: int, **extra: float) -> None:
     writer.close()
 
 
-def evaluate(run: Path, label: str, rewards: np.ndarray) -> None:
+def evaluate(run: Path, label: str, rewards: np.ndarray, **sampled: float) -> None:
     """Write an evaluation of ``rewards`` [P, k]."""
     verdicts = np.where(rewards, "correct", "wrong").tolist()
     rows = enumerate(zip(rewards.astype(float).tolist(), verdicts, strict=True))
     answers = [Answers(f"p{n}", row, said, [10] * len(row)) for n, (row, said) in rows]
-    manifest = {"question_ids": [answer.prompt_id for answer in answers], "rollout": SAMPLED}
+    manifest = {"question_ids": [answer.prompt_id for answer in answers], "rollout": SAMPLED | sampled}
     write_results(run / "evaluation" / f"{label}.json", [EvaluationResult("sums", answers, manifest)])
 
 
@@ -126,6 +126,10 @@ def test_the_headline_is_accuracy_before_and_after_with_its_paired_gain(tmp_path
     sampled = r"4 problems × 4; temperature 1, top-p 0.9, at most 4,096 tokens"
     labels = re.findall(rf"{sampled} (before|step 2|after)", page.text)
     assert labels == ["before", "step 2", "after"]
+    evaluate(run, "after", before, temperature=0.0)
+    text = Page(write_page(run)).text
+    assert "37.5% · 37.5%" in text, "sampled otherwise: no change that training made"
+    assert "→ 37.5%" not in text
 
 
 @pytest.mark.parametrize("folder", ["streams/step-00000000", "step-00000000"], ids=["run", "harvest"])

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.report.rollouts import RolloutView, Training, view
@@ -170,6 +171,30 @@ def test_inspect_prints_text_rewards_and_outcome(run, model):
     wrong = r"A1 +reward 0, advantage -1, wrong: <b>8</b> \(gold: 7\), stop, \d+ tokens, trained\n +is it sev"
     assert re.search(wrong, text)
     assert re.search(r"B1 +reward 1, advantage 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
+
+
+def test_inspect_prints_control_characters_without_effect(run, model):
+    """A model that is trained by chance alone says some; a terminal would obey them."""
+    grade = Grade(0.0, "wrong", "\x1b[1m9\x9b0m")
+    said = segment(make_tokenizer(model), "it\x1b[31mis\t\x00\r", grade)
+    asked = dataclasses.replace(prompt(3), question="What\x1b]0;?\x07")
+    stream = kit.stream(asked, 0, 0, [(said, dataclasses.replace(said, grade=None))], "max_pairs")
+    kit.record(run / "streams/step-00000005/rank-0.arrow", [stream])
+    text = printed(run / "streams/step-00000005", model)
+    assert not set(text) & {"\x1b", "\x9b", "\x07", "\x00", "\r"}
+    assert r"What\x1b]0;?\x07" in text
+    assert re.search(r"wrong: \\x1b\[1m9\\x9b0m .*\n +it\\x1b\[31mis +\\x00\\x0d", text)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_character_that_the_locale_lacks_is_printed(run, monkeypatch, encoding):
+    asked = dataclasses.replace(prompt(3), question="三加四…")
+    stream = dataclasses.replace(example_stream(), prompt=asked)
+    kit.record(run / "streams/step-00000005/rank-0.arrow", [stream])
+    for more in ([], ["--json"]):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out := io.BytesIO(), encoding=encoding))
+        assert cli.main(["inspect", str(run / "streams/step-00000005"), *more]) == 0
+        assert "三加四…" in out.getvalue().decode()
 
 
 def test_inspect_shows_what_the_run_trained_by_its_own_recipe(tmp_path, model):

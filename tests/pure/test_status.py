@@ -196,6 +196,28 @@ def test_a_damaged_file_is_named(run, name, damage):
         screen(run)
 
 
+def test_a_run_whose_checkpoints_were_removed_keeps_its_status_and_page(run):
+    latest = run / "checkpoints/latest"
+    latest.parent.mkdir()
+    latest.write_text("step-00000030")
+    assert "checkpoint  step-00000030, which is not there" in screen(run)
+    assert "step-00000030, which is not there" in write_page(run).read_text()
+    latest.write_text("step")
+    with pytest.raises(ValueError, match=f"^{latest}: expected the name of a checkpoint, found 'step'"):
+        screen(run)
+
+
+def test_a_run_is_read_without_its_own_code_which_may_have_stayed_on_another_machine(run, capsys):
+    written = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(written.replace("grader: null", "grader: gone:exact"))
+    (run / "metrics.jsonl").write_text('{"step": 20, "time": 0.0, "policy/reward": 0.5}\n')
+    assert "20 of 20 steps" in screen(run)
+    assert "20 of 20 steps" in write_page(run).read_text()
+    assert main(["compare", str(run)]) == 0
+    assert main(["train", str(run / "recipe.yaml"), "--dry-run"]) == 2
+    assert "data.sources.0.grader: 'gone:exact' cannot be imported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["rank-0.arrow", "grades-rank-0.arrow"])
 def test_status_and_report_refuse_the_record_that_training_refuses(tmp_path, name):
     """A bit is flipped. The page does not show rollouts of that step."""

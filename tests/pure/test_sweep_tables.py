@@ -17,7 +17,7 @@ import pytest
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.experiments.cells import Plan
-from megatron_eqlen.experiments.figures import MEASURES, curves, over_seeds, read_curves, sheet
+from megatron_eqlen.experiments.figures import MEASURES, MethodCurve, curves, over_seeds, read_curves, sheet
 from megatron_eqlen.experiments.results import write_results
 from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.report.format import REWARD
@@ -153,6 +153,24 @@ def test_figures_show_the_methods_and_charts_that_are_named_and_are_the_same_tex
     unknown = write_sweep(tmp_path, SWEEP + "charts: [Rewards]\n")
     with pytest.raises(ValueError, match=r"charts: expected some of .*Reward, .*found 'Rewards'"):
         write_results(Plan(load_sweep(unknown)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"eqlen-grpo (loss.kl_coef={kl}, optimizer.lr={lr})" for kl in (0.0, 0.001) for lr in (1e-6, 3e-6)],
+        ["grpo (data.instruction=Put it in $\\boxed{}$.)", "grpo (data.instruction=" + 40 * "Think. " + ")"],
+    ],
+)
+def test_names_of_methods_are_text_and_lie_whole_on_the_sheet(names):
+    line = MethodCurve(*(np.array([1.0, 2.0]) for _ in range(4)))
+    drawn = ElementTree.fromstring(sheet("Tiny", "steps", {"Reward": dict.fromkeys(names, line)}))
+    legend = next(element for element in drawn.iter() if element.get("id") == "legend_1")
+    said = " ".join("".join(text.itertext()) for text in legend.iter(f"{SVG}text"))
+    assert " ".join(said.split()) == " ".join(" ".join(names).split())
+    frame = next(legend.iter(f"{SVG}path")).get("d", "")
+    across = [float(x) for x in re.findall(r"[\d.]+(?= [\d.]+)", frame)]
+    assert 0 <= min(across) < max(across) <= float(drawn.get("viewBox", "").split()[2])
 
 
 def test_what_is_missing_is_said_below_the_tables(tmp_path, capsys):

@@ -193,7 +193,7 @@ ENDS = [
 def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
     tmp_path, monkeypatch, trainer, word, end, result
 ):
-    monkeypatch.setattr("megatron_eqlen.recipe.checks._check_plugins", lambda recipe: None)
+    monkeypatch.setattr("megatron_eqlen.recipe.load.check_imports", lambda recipe: None)
     done = translated(tmp_path, trainer, word)
     key = word.partition("=")[0].lstrip("+-~").removeprefix("no_")
     assert done.outcomes[key if trainer == "verl" else key.replace("-", "_")] == end
