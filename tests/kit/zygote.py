@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -152,7 +153,7 @@ def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
         if (pid := _fork_orphan()) == 0:
             listener.close()
             os.close(lifeline)
-            _end(lambda: _become(files, **request))
+            _end(functools.partial(_become, files, **request))
         connection.send(str(pid).encode())
         connection.close()
         for file in files:
