@@ -10,6 +10,7 @@ from megatron_eqlen.processes.lifeline import named
 from tests.kit import jobs
 from tests.kit.servers import ENVIRON, STARTED, free_ports, wait_until_up
 from tests.kit.train_runs import make_home, train
+from tests.kit.zygote import FREES
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +35,5 @@ def served(home) -> list[str]:
 
 @pytest.fixture(scope="session")
 def trained(home) -> Path:
-    """Return a finished run on one rank."""
-    return train(home, "one")
+    """Return a finished run on one rank, which frees its memory at the end as a user's does."""
+    return train(home, "one", **{FREES: "1"})

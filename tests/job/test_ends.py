@@ -176,3 +176,25 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(verb, tmp_path):
         assert job.stderr is not None
         assert job.stderr.read() == b""
     assert job.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("code", [
+    "print('out'); print('err', file=sys.stderr)",
+    "sys.exit()",
+    "sys.exit(3)",
+    "sys.exit(259)",
+    "sys.exit(True)",
+    "sys.exit('a reason')",
+    "raise KeyError('a cause')",
+    "import atexit; atexit.register(print, 'at exit')",
+    "import threading, time; threading.Timer(0.3, print, ['a thread']).start()",
+    "sys.stdout.close()",
+    "os.kill(os.getpid(), 9)",
+])  # fmt: skip
+def test_jobs_of_the_tests_end_as_python_does(code):
+    code = f"import os, sys; {code}"
+    truth = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    job = start("-c", code)
+    assert job.wait() == truth.returncode
+    assert job.stdout == truth.stdout
+    assert job.stderr.splitlines()[-1:] == truth.stderr.splitlines()[-1:]

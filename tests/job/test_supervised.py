@@ -8,7 +8,7 @@ from megatron_eqlen.evaluation.result import read_results
 from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
 from megatron_eqlen.job import load
 from megatron_eqlen.report.status import RunStatus
-from tests.kit.jobs import run
+from tests.kit.jobs import forked_python, run
 from tests.kit.train_runs import column, metrics, same_weights
 
 
@@ -68,12 +68,22 @@ def test_benchmarks_are_answered_with_the_trained_weights(home, recipe):
     assert (run_folder / "adapter").is_dir()
 
 
+TOOL = """
+import runpy, sys
+_, sys.executable, *sys.argv = sys.argv
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A tool, whose own processes are forked: Python would import torch, Megatron and vLLM for each."""
+
+
 def test_a_tiny_model_is_warmed_up_on_its_answers_and_the_same_arguments_give_the_same_weights(tmp_path):
+    python = forked_python(tmp_path / "python")
     rows = [{"question": f"{n}?", "answer": f"{n}"} for n in range(8)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, steps in (("random", "0"), ("first", "2"), ("second", "2")):
         files = ("--data", tmp_path / "mine.jsonl", "--out", tmp_path / name)
-        run("tools/make_tiny_model.py", *files, "--steps", steps, "--batch-size", "4", "--processes", "1")
+        arguments = (*files, "--steps", steps, "--batch-size", "4", "--processes", "1")
+        run("-c", TOOL, python, "tools/make_tiny_model.py", *arguments)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("random", "first", "second")]
     assert weights[0] != weights[1] == weights[2]
     first, random = (load_tokenizer(tmp_path / name) for name in ("first", "random"))

@@ -128,6 +128,14 @@ def run(*arguments: Any, ranks: int = 1, **environ: str) -> Job:
     return jobs[0]
 
 
+def forked_python(path: Path) -> Path:
+    """Write a program that a job can take for ``sys.executable``: what it starts is forked, too. Its status
+    is 0, however that ends."""
+    path.write_text(f'#!/bin/sh\nexec {_zygote().python} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 @functools.cache
 def _zygote() -> Zygote:
     return Zygote.inherited or Zygote.spawn()

@@ -102,6 +102,15 @@ class Process:
 
     def continuations(self, trunk: Path) -> list[tuple[Path, float]]:
         """Return every response that continues ``trunk``, without the trunk, with its probability."""
+        if trunk not in self._continuations:
+            self._continuations[trunk] = self._continue(trunk)
+        return self._continuations[trunk]
+
+    @cached_property
+    def _continuations(self) -> dict[Path, list[tuple[Path, float]]]:
+        return {}
+
+    def _continue(self, trunk: Path) -> list[tuple[Path, float]]:
         if len(trunk) == self.limit or self.ended(trunk):
             return [((), 1.0)]
         row = self.probabilities[self.contexts[trunk]]

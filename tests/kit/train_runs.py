@@ -69,9 +69,9 @@ def sum_of(first: int, second: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train(home: Path, name: str, *arguments: str, ranks: int = 1) -> Path:
+def train(home: Path, name: str, *arguments: str, ranks: int = 1, **environ: str) -> Path:
     processes = f"cluster.processes_per_node={ranks}"
-    run(*command(home, name, processes, *arguments), ranks=ranks)
+    run(*command(home, name, processes, *arguments), ranks=ranks, **environ)
     return home / name
 
 

@@ -37,8 +37,11 @@ def reward_of(path):
     return float(np.random.default_rng([7, *path]).random())
 
 
+pairs = cache(pairs_recipe)
+
+
 def recipe(rule=None, sampling="tree", objective="rloo", group_size=2, limit=3, loss=None, **keys):
-    raw = pairs_recipe().model_dump(exclude_unset=True)
+    raw = pairs().model_dump(exclude_unset=True)
     raw["rollout"]["max_response_length"] = limit
     raw |= {"sampling": sampling, "objective": objective, "group_size": group_size}
     raw["loss"] |= {"loss_agg_mode": "seq-mean-token-sum"} | (loss or {})

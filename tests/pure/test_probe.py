@@ -6,7 +6,8 @@ import re
 import zlib
 from collections import Counter
 from contextlib import closing
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,10 +51,16 @@ def row(path):
     return WORLD.probabilities[WORLD.contexts[path]]
 
 
-def sampled(settings):
+@cache
+def streams(sampling):
+    """Return every rollout that the process can make; tests change copies."""
+    return [stream for stream, _ in WORLD.streams(SAMPLINGS[sampling])]
+
+
+def sampled(sampling):
     """Return the longest rollout of the largest number of parts that the process can make."""
-    streams = [stream for stream, _ in WORLD.streams(settings)]
-    return max(streams, key=lambda stream: (len(stream.parts), sum(map(len, stream.parts))))
+    longest = max(streams(sampling), key=lambda stream: (len(stream.parts), sum(map(len, stream.parts))))
+    return deepcopy(longest)
 
 
 def asked(rollout, places, samples, seed=0):
@@ -75,7 +82,7 @@ def probed(kind, settings, choose, progress=None, observers=()):
 def test_at_every_place_of_every_rollout_the_continuations_are_the_policys(sampling):
     """Their distribution is that of the process, so the mean of their rewards is the value of the place."""
     settings = SAMPLINGS[sampling]
-    rollout = sampled(settings)
+    rollout = sampled(sampling)
     ends = rollout.ends()
     places = [(p.number, n) for p in rollout.parts for n in range(ends[p.parent] + 1, ends[p.number] + 1)]
     graded = [part.grade for part in rollout.parts if part.finish_reason]
@@ -128,7 +135,7 @@ def test_lines_of_a_tree_are_printed_without_what_they_share():
     def texts(rollout):
         return {tuple(tokens_along(rollout.line(line.last.number)).tolist()) for line in rollout.lines()}
 
-    rollout = max((stream for stream, _ in WORLD.streams(settings)), key=lambda stream: len(texts(stream)))
+    rollout = deepcopy(max(streams("tree"), key=lambda stream: len(texts(stream))))
     kind = asked(rollout, [(-1, 0), (0, 1)], 4)
     result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, Job(settings), str)
     shown = tables(result).partition("* its 95%")[0]
@@ -237,7 +244,7 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
 def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed():
     """An engine draws from the seed of a request; those of the harvest are never used again."""
     settings = SAMPLINGS["tree"]
-    rollout = sampled(settings)
+    rollout = sampled("tree")
 
     def seeds(kind):
         class Engine(Drawing):
@@ -263,7 +270,7 @@ class CutOffError(Exception):
 def test_a_probe_that_was_cut_off_goes_on_with_the_tokens_that_it_had(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
     settings = SAMPLINGS["tree"]
-    rollout = sampled(settings)
+    rollout = sampled("tree")
     kind = asked(rollout, [(-1, 0), (0, len(rollout.parts[0]))], 3)
     drawn = []
 

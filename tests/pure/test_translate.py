@@ -6,12 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_eqlen.cli import launch_scripts
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.cli.translate import translate
+from megatron_eqlen.graders.sandbox.client import Sandbox
+from megatron_eqlen.graders.sandbox.program import Isolation
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.keys import all_keys
 from megatron_eqlen.recipe.load import load
@@ -28,6 +31,27 @@ BASE = {
               "--global-batch-size", "32", "--colocate"],
 }  # fmt: skip
 """Arguments that leave no hole."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_sandbox():
+    """Run all scripts in one sandbox, each in processes and a folder of its own: a sandbox takes longer to
+    start than most scripts."""
+    started, opened = {}, []
+
+    def sandbox(*arguments):
+        if arguments not in started:
+            started[arguments] = Sandbox(*arguments)
+        opened.append(arguments)
+        return SimpleNamespace(command=started[arguments].command, close=opened.pop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_scripts, "Sandbox", sandbox)
+        yield
+    for each in started.values():
+        each.close()
+    assert set(started) <= {(Isolation(True, True, True), sys.executable)}
+    assert not opened, "each call closes its own"
 
 
 def translated(tmp_path, trainer, *words):
