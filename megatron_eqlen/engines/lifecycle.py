@@ -82,10 +82,12 @@ def _naming(rollout: RolloutRecipe, max_model_len: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        keys = ("kv_cache_gib", "gpu_memory_utilization", "block_size")
-        limits = ", ".join(f"rollout.{key} {getattr(rollout, key)}" for key in keys)
-        paths = f"paths of {max_model_len} tokens{f' and {rollout.vllm}' * bool(rollout.vllm)}"
-        raise ValueError(f"vLLM does not start with {limits} and {paths}: {error}") from error
+        raise ValueError(
+            f"vLLM does not start with rollout.kv_cache_gib {rollout.kv_cache_gib}, "
+            f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization}, rollout.block_size "
+            f"{rollout.block_size} and paths of {max_model_len} tokens"
+            f"{f' and {rollout.vllm}' * bool(rollout.vllm)}: {error}"
+        ) from error
 
 
 @contextmanager

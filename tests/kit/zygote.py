@@ -225,6 +225,7 @@ def _become(
     for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
         os.close(file)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  the zygote's has asked whether its file can seek
     gc.freeze = gc.unfreeze = lambda: None  # vLLM's engine would freeze itself, and unfreeze all at its end
     random.seed()
     if numpy := sys.modules.get("numpy"):

@@ -261,8 +261,8 @@ def careful(rewards, lengths):
     ({"loss": {"loss_agg_mode": "token-mean"}}, "biases the gradient"),
     ({"objective": "treerpo", "sampling": "independent"}, "expected sampling: tree"),
     ({"sampling": "equal_length", "loss": ALIVE}, "of two truncated tracks"),
-    ({"sampling": "independent", "objective": "grpo", "loss": ALIVE}, "use dr_grpo or rloo"),
-    ({"sampling": "independent", "objective": "dler", "loss": ALIVE}, "use dr_grpo or rloo"),
+    ({"sampling": "independent", "objective": "grpo", "loss": ALIVE}, "expected objective: dr_grpo or rloo"),
+    ({"sampling": "independent", "objective": "dler", "loss": ALIVE}, "expected objective: dr_grpo or rloo"),
     ({"loss": {"baseline": f"{__name__}:reward_of"}}, r"called with \(prompts, limit\)"),
     ({"loss": {"baseline": f"{__name__}:too_few"}}, "expected 2 finite numbers or None, found"),
 ])  # fmt: skip
