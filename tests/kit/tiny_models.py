@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.glm4_moe import Glm4MoeConfig
@@ -16,6 +20,13 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
+
+if find_spec("fla") and not torch.cuda.is_available():
+    # Transformers takes fla's kernels where fla is installed, though only a GPU can run them
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "fla", None)
+        for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            import_module(f"transformers.models.{family}.modeling_{family}")
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe",

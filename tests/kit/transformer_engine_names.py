@@ -186,6 +186,8 @@ def stand_in() -> None:
         setattr(package.pytorch, module.__name__, module)
     package.pytorch.optimizers.FusedAdam = FusedAdam
     package.pytorch.cpu_offload.get_cpu_offload_context = get_cpu_offload_context
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]  # a real one, or the mark of a broken one
     sys.meta_path.insert(0, _Finder(package))
     for name in RELOADED:
         importlib.reload(importlib.import_module(name))
