@@ -46,8 +46,8 @@ def _loader() -> Callable[[str, str], Loader]:
     from megatron_eqlen.megatron_cpu import gaps, packages
     from megatron_eqlen.megatron_cpu.finder import MegatronLoader
 
-    packages.leave_out_broken()
     on_cpu = not torch.cuda.is_available()
+    packages.leave_out_broken(on_cpu)
     if on_cpu:
         gaps.quiet()
     return partial(MegatronLoader, rewrite=on_cpu)

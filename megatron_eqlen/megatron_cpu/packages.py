@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -81,8 +82,9 @@ def look(package: Package) -> PackageState:
     return PackageState(package, _version(package), installed, "" if installed else "not installed")
 
 
+@cache
 def find(package: Package) -> PackageState:
-    """Import ``package`` and return the result. Raises nothing."""
+    """Import ``package`` and return the result, also after it was hidden. Raises nothing."""
     state = look(package)
     return replace(state, fault=_fault(package)) if state.installed else state
 
@@ -95,18 +97,18 @@ def usable(package: Package) -> bool:
     return not state.fault
 
 
-def leave_out_broken() -> None:
-    """Hide broken packages. Call before Megatron-Core, which imports every optional package, is imported."""
-    for state in map(_find_or_hide, OPTIONAL):
+def leave_out_broken(on_cpu: bool) -> None:
+    """Hide broken packages, and on a CPU those with optimizers for GPUs, before Megatron-Core imports all."""
+    for package in OPTIONAL:
+        state = _find_or_hide(package, on_cpu and package is not FLA)
         if state.fault and state.installed:
             _warn(state)
 
 
-@cache
-def _find_or_hide(package: Package) -> PackageState:
-    """Return the state; a broken package looks absent from now on."""
+def _find_or_hide(package: Package, hide: bool = False) -> PackageState:
+    """Return the state; a broken package, or one to ``hide``, looks absent from now on."""
     state = find(package)
-    if state.fault and state.installed:
+    if state.installed and (state.fault or hide):
         # parts that were imported before the failure could still be found
         for module in [module for module in sys.modules if module.startswith(f"{package.name}.")]:
             del sys.modules[module]
@@ -136,8 +138,6 @@ def _fault(package: Package) -> str:
 def _version(package: Package) -> str:
     """Return the version; empty if unknown."""
     for distribution in package.distributions:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
     return ""

@@ -35,7 +35,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     def forget() -> None:
         for name in [name for name in sys.modules if _optional(name)]:
             del sys.modules[name]
-        packages._find_or_hide.cache_clear()
+        packages.find.cache_clear()
         packages._warn.cache_clear()
         gated_delta_net.fla_kernel.cache_clear()
 
@@ -67,7 +67,7 @@ def test_a_broken_package_is_said_once_with_its_reason_and_looks_absent(
     package, code, deepest, install, caplog
 ):
     install(package.modules, last=code, deepest=deepest)
-    packages.leave_out_broken()
+    packages.leave_out_broken(on_cpu=False)
     assert not packages.usable(package)
     assert not packages.usable(package)
     (record,) = caplog.records
@@ -96,7 +96,7 @@ def test_transformer_engine_finds_the_libraries_that_torch_has_loaded(install, t
 def test_a_package_that_lacks_what_is_used_of_it_is_broken(install, caplog):
     """An example is the apex of PyPI, which is another project."""
     install(("apex",))
-    packages.leave_out_broken()
+    packages.leave_out_broken(on_cpu=False)
     assert "No module named 'apex.optimizers'" in caplog.text
 
 
@@ -109,17 +109,27 @@ def test_only_one_rank_of_a_machine_speaks(install, caplog, monkeypatch):
 
 def test_a_package_that_imports_is_used_and_nothing_is_said(install, caplog):
     install(packages.TRANSFORMER_ENGINE.modules)
-    packages.leave_out_broken()
+    packages.leave_out_broken(on_cpu=False)
     assert packages.usable(packages.TRANSFORMER_ENGINE)
+    assert caplog.records == []
+
+
+def test_on_a_cpu_megatron_finds_no_optimizer_for_gpus(install, caplog):
+    """`eqlen check`, on a login node for example, still finds the package."""
+    install(packages.TRANSFORMER_ENGINE.modules)
+    packages.leave_out_broken(on_cpu=True)
+    assert find_spec("transformer_engine") is None
+    assert packages.find(packages.TRANSFORMER_ENGINE).installed
     assert caplog.records == []
 
 
 def test_an_absent_package_is_said_where_it_would_be_used(install, caplog, monkeypatch):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    packages.leave_out_broken()
+    packages.leave_out_broken(on_cpu=False)
     assert caplog.records == []
     assert not packages.usable(packages.FLA)
-    assert "fla is not installed. Gated DeltaNet runs in plain torch" in caplog.text
+    assert "fla " in caplog.text  # with its version, where it only looks absent
+    assert "is not installed. Gated DeltaNet runs in plain torch" in caplog.text
 
 
 @pytest.mark.parametrize("code", ["", "raise OSError"], ids=["works", "broken"])
