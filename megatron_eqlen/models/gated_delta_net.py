@@ -226,7 +226,7 @@ def fla_convolution(dtype: torch.dtype) -> Callable | None:
         return None
     from fla.modules.causal_conv1d import causal_conv1d  # pyright: ignore[reportMissingImports] (GPU only)
 
-    return causal_conv1d
+    return causal_conv1d  # pyright: ignore[reportReturnType] (as fla's decorator has it)
 
 
 def _wide(x: Tensor) -> Tensor:
