@@ -57,7 +57,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 SlurmdTimeout=4
 SlurmctldTimeout=10
-KillWait=5
+KillWait=15
 MessageTimeout=5
 MinJobAge=3600
 ReturnToService=2
