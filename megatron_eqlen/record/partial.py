@@ -36,9 +36,9 @@ class CarryOver:
     """Rollouts that steps hand to the next one (``rollout.carry_over``), the same on every rank."""
 
     resumed: Mapping[RolloutKey, RolloutOrigin] = field(default_factory=dict)
-    """Those that this step resumes."""
+    """Rollouts that this step resumes."""
     suspended: Mapping[RolloutKey, RolloutOrigin] = field(default_factory=dict)
-    """Those that the next step resumes."""
+    """Rollouts that the next step resumes."""
 
     @classmethod
     def at(cls, data_position: Mapping[str, Any] | None) -> CarryOver:

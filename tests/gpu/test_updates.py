@@ -17,6 +17,8 @@ from tests.kit.tiny_models import FAMILIES, SHORT, save_tiny
 
 HEADS: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 """Sizes of Gated DeltaNet's heads that kernels take."""
+WITH_EXPERTS = {"qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe"}
+"""Families whose routers choose otherwise after rounding; ``test_runs`` trains two with given choices."""
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +30,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def updates(folder: Path, dtype: str, **environ: str) -> dict[str, Result | str]:
-    result = folder.with_name(f"{folder.name}-{dtype}-{len(environ)}.pt")
+def updates(folder: Path, name: str, dtype: str, **environ: str) -> dict[str, Result | str]:
+    result = folder.with_name(f"{name}.pt")
     command = [sys.executable, "-m", "tests.gpu.updates", folder, dtype, result]
     subprocess.run(command, env=os.environ | environ, check=True, timeout=900)
     return torch.load(result)
@@ -37,18 +39,18 @@ def updates(folder: Path, dtype: str, **environ: str) -> dict[str, Result | str]
 
 @pytest.fixture(scope="module")
 def on_the_cpu(folder) -> dict[str, Result | str]:
-    return updates(folder, "float32", CUDA_VISIBLE_DEVICES="")
+    return updates(folder, "cpu", "float32", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.fixture(scope="module")
 def in_float32(folder) -> dict[str, Result | str]:
     """Transformer Engine multiplies float32 in TF32 by default."""
-    return updates(folder, "float32", NVIDIA_TF32_OVERRIDE="0", EQLEN_VERBOSE="1")
+    return updates(folder, "float32", "float32", NVIDIA_TF32_OVERRIDE="0")
 
 
 @pytest.fixture(scope="module")
 def in_bfloat16(folder) -> dict[str, Result | str]:
-    return updates(folder, "bfloat16")
+    return updates(folder, "bfloat16", "bfloat16")
 
 
 def compared(ours: Result | str, reference: Result | str) -> tuple[float, float]:
@@ -69,10 +71,9 @@ def test_float32_updates_are_the_cpus(on_the_cpu, in_float32, family):
     assert change < 2e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITH_EXPERTS])
 def test_bfloat16_updates_are_the_cpus_up_to_rounding(on_the_cpu, in_bfloat16, family):
-    """Rounding changes some choices of experts, and Adam makes small gradients as large as others. The bounds
-    are about twice what bfloat16 costs on a CPU."""
+    """Adam makes small gradients as large as others: the change of weights is a weak measure."""
     norms, change = compared(in_bfloat16[family], on_the_cpu[family])
-    assert norms < (0.5 if family == "qwen3_5_moe_text" else 5e-2)
+    assert norms < 5e-2
     assert change < 0.5

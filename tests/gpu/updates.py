@@ -30,10 +30,10 @@ def two_steps(folder: Path, dtype: str) -> Result:
     try:
         policy = Policy(Job(recipe))
         before = on_host(weights_of(policy))
-        norms = [policy.update([one_tree_a_row(3)])["train/grad_norm"]]
+        norms = [policy.update([one_tree_a_row(3)]).metrics["train/grad_norm"]]
         policy.park()
         policy.unpark()
-        norms.append(policy.update([one_tree_a_row(2)])["train/grad_norm"])
+        norms.append(policy.update([one_tree_a_row(2)]).metrics["train/grad_norm"])
         return norms, before, on_host(weights_of(policy))
     finally:
         groups.stop()
