@@ -173,6 +173,17 @@ def test_names_of_methods_are_text_and_lie_whole_on_the_sheet(names):
     assert 0 <= min(across) < max(across) <= float(drawn.get("viewBox", "").split()[2])
 
 
+def test_the_base_has_the_seeds_that_were_measured_before_training(tmp_path):
+    plan = ended(write_sweep(tmp_path))
+    for before in plan.sweep.path.glob("*/*-seed2/evaluation/before.json"):
+        before.unlink()
+    write_results(plan)
+    (main, *_) = json.loads((plan.sweep.path / "tables.json").read_text())["tables"]
+    seeds = {row["Method"]: row["Seeds"] for row in main["rows"]}
+    assert seeds.pop("base") == 2
+    assert {*seeds.values()} == {3}
+
+
 def test_what_is_missing_is_said_below_the_tables(tmp_path, capsys):
     file = write_sweep(tmp_path)
     plan = Plan(load_sweep(file))
