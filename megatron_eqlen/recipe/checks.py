@@ -83,11 +83,12 @@ def _run_problems(recipe: Recipe) -> Iterator[str]:
         yield f"run_dir: expected a path in one line, found {recipe.run_dir!r}"
     if not [*recipe.budget.limits()]:
         yield f"steps: expected this, or one of {', '.join(COSTS)}, to end a run, found none"
+    if recipe.steps and (last := max(recipe.profile.steps, default=0)) > recipe.steps:
+        yield f"profile.steps: expected steps from 1 to steps, {recipe.steps}, found {last}"
     if len({*targets}) < len(targets):
         yield f"lora.targets: expected each target once, found {', '.join(targets)}"
     if optimizer.min_lr > optimizer.lr:
-        expected = f"at most optimizer.lr {optimizer.lr:g}"
-        yield f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected {expected}"
+        yield f"optimizer.min_lr: expected at most optimizer.lr, {optimizer.lr:g}, found {optimizer.min_lr:g}"
     if not recipe.supervised and (row := recipe.packing.max_tokens_per_row) < recipe.longest_path:
         yield f"packing.max_tokens_per_row: {row} is less than the longest path, {recipe.longest_path_text}"
     if recipe.sampling == "equal_length" and recipe.group_size % 2:
@@ -189,9 +190,8 @@ def _supervised_problems(recipe: Recipe) -> Iterator[str]:
     end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"
-    evaluates = "benchmarks" in recipe.evaluation.model_fields_set
     # A recipe that lists benchmarks, even none, may carry keys of the engine.
-    useless = OF_SAMPLES + (() if evaluates else OF_ENGINE)
+    useless = OF_SAMPLES + (() if "benchmarks" in recipe.evaluation.model_fields_set else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):
         section, _, name = key.partition(".")
         unused = is_under(key, useless) or (section == "data" and name.endswith(".grader"))

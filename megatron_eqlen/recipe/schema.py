@@ -29,12 +29,12 @@ def _number(value: Any) -> Any:
 
 NUMBER = BeforeValidator(_number)
 """Must be last in a number's annotation: the documentation's schema lacks bounds that come after it."""
-Integer = Annotated[int, NUMBER]
 Real = Annotated[float, NUMBER]
 PositiveInt = Annotated[int, Field(gt=0), NUMBER]
 NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
+TopK = Annotated[int, Field(ge=-1), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """Path of a file or folder, where ``~`` is the home folder, as in a shell."""
@@ -338,7 +338,7 @@ class RolloutRecipe(Section):
     """Temperature of sampling and of the trainer's log-probs. vLLM would silently raise lower to 0.01."""
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.95
     """Sample among the likeliest tokens whose probabilities sum to this; 1: off."""
-    top_k: Integer = 20
+    top_k: TopK = 20
     """Sample among this many likeliest tokens; 0 or -1: off."""
     min_p: Fraction = 0.0
     """Sample among tokens with at least this share of the likeliest token's probability; 0: off."""
@@ -614,7 +614,7 @@ class AnswerSampling(Section):
     """Temperature of a benchmark; 0: greedy, one sample. Default: ``evaluation``'s or ``rollout``'s."""
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
     """Sample among the likeliest tokens with this total probability; 1: off. Default as ``temperature``'s."""
-    top_k: Integer | None = None
+    top_k: TopK | None = None
     """Sample among this many likeliest tokens; 0 or -1: off. Default: as for ``temperature``."""
     max_response_length: PositiveInt | None = None
     """Maximum number of tokens after the prompt. Default: as for ``temperature``."""

@@ -263,7 +263,8 @@ class OneHarvest(Generator):
         self, session: Session, streams: Path, of: BenchmarkRecipe | ProbeSampling, synced: bool = False
     ) -> None:
         super().__init__(session, streams, synced)
-        self.of, self.placed = of, None
+        # a probe's rollouts need no fork, and a benchmark's have none
+        self.of, self.placed, self.forked = of, None, False
         self.kind = of if isinstance(of, ProbeSampling) else None
 
     def prompts(self, step: Step) -> list[Prompt]:
