@@ -393,8 +393,9 @@ def test_expected_outputs_are_not_in_the_programs_memory(sandbox):
 
 def test_a_killed_worker_takes_its_program_with_it():
     pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation(PATH)), "python": PATH})
-    item = {"program": "while True:\n    pass", "tests": '{"inputs": [""], "outputs": [""]}'}
-    judging = pool.submit(item | {"limits": vars(Limits(50, 50, 256))}, 5.0, wall_factor=1.0)
+    item = {"program": "import time\ntime.sleep(99)", "tests": '{"inputs": [""], "outputs": [""]}'}
+    # a busy machine may need seconds until the program runs
+    judging = pool.submit(item | {"limits": vars(Limits(50, 50, 256))}, 15.0, wall_factor=1.0)
     assert within(60, lambda: len(descendants(pool._host.pid)) == 4)  # worker, zygote, its fork, program
     born = descendants(pool._host.pid)
     assert judging.result()["timeout"]
