@@ -44,8 +44,8 @@ def contents(path: Path) -> Contents:
 
 
 def weights(model: Path) -> Contents:
-    """Return the contents of a model's files of weights."""
-    return {name: digest for name, digest in contents(model).items() if name.endswith(WEIGHTS)}
+    """Return the digests of a model's files of weights, without copies for other programs (``onnx/``)."""
+    return {file.name: _digest(file) for file in sorted(model.glob("*.safetensors"))}
 
 
 def function(model: Path, dtype: str) -> dict[str, Any]:

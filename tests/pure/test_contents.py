@@ -56,6 +56,17 @@ def replacing(old: str, new: str):
     return lambda file: file.write_text(file.read_text().replace(old, new))
 
 
+def test_weights_are_what_is_loaded_without_copies_for_other_programs(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    before = contents.weights(tmp_path)
+    (tmp_path / "onnx").mkdir()
+    for name in ("onnx/model.safetensors", "pytorch_model.bin", "README.md"):
+        (tmp_path / name).write_bytes(b"2")
+    assert contents.weights(tmp_path) == before != {}
+    (tmp_path / "model.safetensors").write_bytes(b"3")
+    assert contents.weights(tmp_path) != before
+
+
 @pytest.mark.parametrize(
     "name", ["merges.txt", "added_tokens.json", "additional_chat_templates/tool_use.jinja"]
 )
