@@ -23,9 +23,8 @@ from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
 
-RULES_VERSION = 7
+RULES_VERSION = 8
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
-LIBRARY = version("math-verify")
 LONGEST_TAIL = 32_768
 """Characters at the end of a response in which the answer is looked for."""
 LONGEST_ANSWER = 2_000
@@ -45,7 +44,7 @@ class MathGrader(PoolGrader):
     """Grades responses in killable worker processes; the same (gold, answer) is verified once. Verdicts:
     correct, wrong, no_answer, unparseable, timeout. ``timeout``: seconds an answer may take."""
 
-    name = f"either-{RULES_VERSION}+math_verify-{LIBRARY}"
+    name = f"either-{RULES_VERSION}+math_verify-{version('math-verify')}"
 
     def __init__(self, workers: int = 2, timeout: float = 5.0) -> None:
         self._workers = workers
@@ -108,9 +107,7 @@ class MathGrader(PoolGrader):
         if "failure" in reply:
             log.warning("math grader: %s on %.200r", reply["failure"], answer)
             return "unparseable"
-        if reply["correct"]:
-            return "correct"
-        return "wrong" if reply["parsed"] else "unparseable"
+        return "correct" if reply["correct"] else "wrong" if reply["parsed"] else "unparseable"
 
     def _make_pool(self) -> WorkerPool:
         return WorkerPool(WORKER_MODULE, self._workers)
