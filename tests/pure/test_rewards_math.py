@@ -274,7 +274,13 @@ def test_the_same_answer_is_verified_once(grader, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "prose", ["since the number of divisors is as given above, so that; ", "x+1 = ", "a."]
+    "prose",
+    [
+        "since the number of divisors is as given above, so that; ",
+        "x+1 = ",
+        "a.",
+        r"\begin{cases}\begin{pmatrix}a\end{pmatrix}\\ & ",
+    ],
 )
 def test_long_prose_after_a_number_is_normalized_in_a_moment(prose):
     """`normalize` runs in the trainer, where no time limit stops it."""

@@ -33,7 +33,7 @@ _ANY = reduce(lambda inner, _: rf"(?:[^{{}}]++|\{{{inner}\}})*+", range(5), "[^{
 """Text that may stand between braces, with five levels of braces."""
 _END = r"(?![A-Za-z])"
 """The end of a command's name."""
-_MATRIX = r"\\begin\{pmatrix\}(?:(?!\\end).)*\\end\{pmatrix\}"
+_MATRIX = r"\\begin\{pmatrix\}(?:(?!\\end).)*+\\end\{pmatrix\}"
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|det|gcd|lcm|max|min"
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/",
@@ -157,7 +157,7 @@ _SPELLING = _compile(  # one name for one thing
      r"\\%"),
     # ``\begin{cases} x=1 \\ y=2 \end{cases}`` is a list; a row that begins with ``=`` continues the last.
     (r"\\begin\{(cases|array|split|(?:align|gather)(?:ed)?\*?)\}(?:\{[lcr|]+\})?\s*&?"
-     rf"((?:{_MATRIX}|\\\\\s*&|[^&])*?)(?:\\\\\s*)?\\end\{{\1\}}",
+     rf"((?:{_MATRIX}|(?!(?:\\\\\s*)?\\end\{{\1\}})(?:\\\\\s*&|[^&]))*+)(?:\\\\\s*)?\\end\{{\1\}}",
      lambda m: re.sub(rf"({_MATRIX})|,?\s*\\\\\s*&?(\s*=)?", lambda row: row[1] or row[2] or ",", m[2])),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
     # ``\mathbb{Z}/6\mathbb{Z}`` is ``\mathbb{Z}_{6}``.
@@ -223,7 +223,7 @@ _LAYOUT = _compile(
 _TEXT_UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\s*")
 _BARE_UNIT = re.compile(r"(.*[\d})\]])((?:[\s./]*+[^\W\d_]++)++)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?\s*")
 _REMARK = re.compile(
-    r"(?is)(?<=\S)[\s,;]*\(?\s*(?:\\text\s*\{[\s,;(]*(?:by|here|with equality|for (?:all|any|every|each)"
+    r"(?is)(?<=\S)[\s,;]*\(?\s*(?:\\text\s*\{[\s,;(]*(?:by|here|only|with equality|for (?:all|any|every|each)"
     r"|i\.e\.|as (?:desired|required|claimed)|since|because|where|which|obtained|achieved|attained|using)"
     r"|(?<![\\A-Za-z])(?:since|because|where|obtained|achieved|attained))\b.*"
     r"|(?<=\S)[\s,;]*\(?\s*(?<![\\A-Za-z])[kmn]\s*\\in\s*\\mathbb\{[ZN]\}(?:[_^]\{?[+\d]\}?)?\s*\)?[\s.;]*$"

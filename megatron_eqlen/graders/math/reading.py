@@ -27,10 +27,10 @@ def _symbol(text: str) -> str:
     return f"Q_{{{crc32(text.encode())}}}"
 
 
-_D = r"(?:d|\\partial ?)"
+_D, _V, _N = r"(?:d|\\partial ?)", r"(?:\\[A-Za-z]+|[A-Za-z])", r"(?:\^\{\d\})?"
 _REWRITES = (
     (
-        r"(?:\\[gG]amma|[A-Za-z])_\{[^{}]*\}(?!\()|(?:\\[A-Za-z]+|[A-Za-z])\^\{\*\}|\\Gamma(?![A-Za-z(])|I"
+        r"(?:\\[gG]amma|[A-Za-z])_\{[^{}]*\}(?!\()|" + _V + r"\^\{\*\}|\\Gamma(?![A-Za-z(])|I"
         r"|(\\(?:math[a-z]+|hat|vec|bar|tilde|d?dot|overline)\{[^{}]*\}|\\[A-Za-z]+ ?)",
         lambda m: m[1] or _symbol(m[0]),
     ),
@@ -39,8 +39,8 @@ _REWRITES = (
     (r"(?:[A-Za-z]|\([^()]*\))!!", lambda m: _symbol(m[0])),
     (r"\\(gcd|lcm)\(([^()]*[A-Za-z][^()]*)\)", lambda m: _symbol(m[1] + ",".join(sorted(m[2].split(","))))),
     (r"\\gamma(?!['(_A-Za-z])", r"(\\gamma)"),
-    (rf"\\frac\{{{_D}(?:\^\{{\d\}})?[A-Za-z]\}}\{{{_D}[A-Za-z](?:\^\{{\d\}})?\}}", lambda m: _symbol(m[0])),
-    (r"(?:\\[A-Za-z]+|[A-Za-z]|\d+)'+(?!\()|\\d?dot\{[A-Za-z]\}", lambda m: _symbol(m[0])),
+    (rf"\\frac\{{{_D}{_N}{_V}(?:_\{{\w+\}})?\}}\{{{_D}{_V}{_N}\}}", lambda m: _symbol(m[0])),
+    (rf"(?:{_V}|\d+)'+(?!\()|\\d?dot\{{{_V}\}}(?:_\{{\w+\}})?", lambda m: _symbol(m[0])),
     (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
     (r"\\sqrt\[(\d*[13579])\]\{-(\d+|[A-Za-z])\}", r"(-\\sqrt[\1]{\2})"),
 )
