@@ -125,6 +125,12 @@ def test_a_grade_says_what_it_saw(grader):
     assert grade.seconds > 0
 
 
+def test_a_response_that_is_no_text_is_refused(grader):
+    """TRL's completions are chats where its prompts are."""
+    with pytest.raises(TypeError, match=r"response: expected a text, found \[\{'role': 'assistant'"):
+        grader.grade([[{"role": "assistant", "content": r"\boxed{5}"}]], ["5"])
+
+
 TABLE = [
     SimpleNamespace(**json.loads(line))
     for line in (ROOT / "tests/tables/math_answers.jsonl").read_text(encoding="utf-8").splitlines()

@@ -46,8 +46,8 @@ _SIGNS = {
 }  # fmt: skip
 _CHARACTERS = _compile(
     # ``x²`` is ``x^{2}``.
-    (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+", lambda run: f"^{{{_plain(run.group())}}}"),
-    (r"[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda run: f"_{{{_plain(run.group())}}}"),
+    (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+", lambda run: f"^{{{unicodedata.normalize('NFKC', run[0])}}}"),
+    (r"[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}"),
     (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
     # Digits with a line above, as combining characters: ``0.3̅``.
     (r"(?:\d[\u0304\u0305])+", lambda run: rf"\overline{{{re.sub(r'[^0-9]', '', run.group())}}}"),
@@ -160,6 +160,7 @@ _SPELLING = _compile(  # one name for one thing
      rf"((?:{_MATRIX}|(?!(?:\\\\\s*)?\\end\{{\1\}})(?:\\\\\s*&|[^&]))*+)(?:\\\\\s*)?\\end\{{\1\}}",
      lambda m: re.sub(rf"({_MATRIX})|,?\s*\\\\\s*&?(\s*=)?", lambda row: row[1] or row[2] or ",", m[2])),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
+    (r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*\+|_\s*\{\s*>\s*0)\s*\}?", r"(0,\\infty)"),
     # ``\mathbb{Z}/6\mathbb{Z}`` is ``\mathbb{Z}_{6}``.
     (r"\\mathbb\{Z\}\s*/\s*\(?\s*(\d+)\s*(?:\\mathbb\{Z\})?\s*\)?", r"\\mathbb{Z}_{\1}"),
     # A column is a list: ``\begin{pmatrix} 1 \\ 2 \end{pmatrix}`` is ``(1,2)``.
@@ -303,10 +304,6 @@ def normalize(answer: str) -> str:
 def _without_remark(match: re.Match[str]) -> str:
     before = match.string[: match.start()]
     return match[0] if _DOUBT.search(match[0]) else "}" * (before.count("{") - before.count("}"))
-
-
-def _plain(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).replace("−", "-")
 
 
 def _ascii(sign: str) -> str:
