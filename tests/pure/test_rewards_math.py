@@ -93,6 +93,12 @@ def test_an_object_as_python_prints_it_is_no_gold(grader):
     assert grader.check_golds(["{'orders': 1}"]) == [None], "an environment's"
 
 
+def test_a_word_for_no_answer_is_no_gold(grader):
+    r"""NuminaMath-1.5's rows without an answer have one of the first two: \boxed{proof} would be right."""
+    golds = ["proof", "notfound", "Proof.", "See solution", "Not found", "proof by induction", "none"]
+    assert grader.check_golds(golds) == ["unparseable_gold"] * 5 + [None] * 2
+
+
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
