@@ -224,7 +224,7 @@ _LAYOUT = _compile(
 _TEXT_UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\s*")
 _BARE_UNIT = re.compile(r"(.*[\d})\]])((?:[\s./]*+[^\W\d_]++)++)\.?(?:\s*\^\s*\{?\s*(\d)\s*\}?)?\s*")
 _REMARK = re.compile(
-    r"(?is)(?<=\S)[\s,;]*\(?\s*(?:\\text\s*\{[\s,;(]*(?:by|here|only|with equality|for (?:all|any|every|each)"
+    r"(?is)(?<=\S)[\s,;]*\(?\s*(?:\\text\s*\{[\s,;(]*(?:by|here|with equality|for (?:all|any|every|each)"
     r"|i\.e\.|as (?:desired|required|claimed)|since|because|where|which|obtained|achieved|attained|using)"
     r"|(?<![\\A-Za-z])(?:since|because|where|obtained|achieved|attained))\b.*"
     r"|(?<=\S)[\s,;]*\(?\s*(?<![\\A-Za-z])[kmn]\s*\\in\s*\\mathbb\{[ZN]\}(?:[_^]\{?[+\d]\}?)?\s*\)?[\s.;]*$"

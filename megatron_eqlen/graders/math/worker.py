@@ -209,8 +209,7 @@ def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
 
 def _hundredths(text: str) -> str:
     """Return a percentage as a number of hundredths; any other number unchanged."""
-    number = text.removesuffix(r"\%")
-    return text if number == text else rf"\frac{{{number}}}{{100}}"
+    return rf"\frac{{{text[:-2]}}}{{100}}" if text.endswith(r"\%") else text
 
 
 def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
