@@ -21,6 +21,8 @@ END_OF_THINKING = "</think>"
 
 def answer_section(text: str, longest: int) -> str:
     """Return the text after the last ``</think>`` (or all of it), at most its last ``longest`` characters."""
+    if not isinstance(text, str):
+        raise TypeError(f"response: expected a text, found {text!r:.100}")
     return text.rpartition(END_OF_THINKING)[2][-longest:]
 
 

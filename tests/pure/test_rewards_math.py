@@ -93,6 +93,12 @@ def test_an_object_as_python_prints_it_is_no_gold(grader):
     assert grader.check_golds(["{'orders': 1}"]) == [None], "an environment's"
 
 
+def test_a_word_for_no_answer_is_no_gold(grader):
+    r"""NuminaMath-1.5's rows without an answer have one of the first two: \boxed{proof} would be right."""
+    golds = ["proof", "notfound", "Proof.", "See solution", "Not found", "proof by induction", "none"]
+    assert grader.check_golds(golds) == ["unparseable_gold"] * 5 + [None] * 2
+
+
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
@@ -121,8 +127,14 @@ def test_a_difference_at_a_point_never_overrules_the_library():
 
 def test_a_grade_says_what_it_saw(grader):
     (grade,) = grader.grade(["so \\boxed{1 +\n 1}"], ["3"])
-    assert (grade.answer, grade.grader) == ("1 + 1", "either-7+math_verify-0.9.0")
+    assert (grade.answer, grade.grader) == ("1 + 1", "either-8+math_verify-0.9.0")
     assert grade.seconds > 0
+
+
+def test_a_response_that_is_no_text_is_refused(grader):
+    """TRL's completions are chats where its prompts are."""
+    with pytest.raises(TypeError, match=r"response: expected a text, found \[\{'role': 'assistant'"):
+        grader.grade([[{"role": "assistant", "content": r"\boxed{5}"}]], ["5"])
 
 
 TABLE = [
@@ -274,7 +286,13 @@ def test_the_same_answer_is_verified_once(grader, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "prose", ["since the number of divisors is as given above, so that; ", "x+1 = ", "a."]
+    "prose",
+    [
+        "since the number of divisors is as given above, so that; ",
+        "x+1 = ",
+        "a.",
+        r"\begin{cases}\begin{pmatrix}a\end{pmatrix}\\ & ",
+    ],
 )
 def test_long_prose_after_a_number_is_normalized_in_a_moment(prose):
     """`normalize` runs in the trainer, where no time limit stops it."""

@@ -33,6 +33,7 @@ _ANY = reduce(lambda inner, _: rf"(?:[^{{}}]++|\{{{inner}\}})*+", range(5), "[^{
 """Text that may stand between braces, with five levels of braces."""
 _END = r"(?![A-Za-z])"
 """The end of a command's name."""
+_MATRIX = r"\\begin\{pmatrix\}(?:(?!\\end).)*+\\end\{pmatrix\}"
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|det|gcd|lcm|max|min"
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/",
@@ -45,8 +46,8 @@ _SIGNS = {
 }  # fmt: skip
 _CHARACTERS = _compile(
     # ``x²`` is ``x^{2}``.
-    (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+", lambda run: f"^{{{_plain(run.group())}}}"),
-    (r"[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda run: f"_{{{_plain(run.group())}}}"),
+    (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+", lambda run: f"^{{{unicodedata.normalize('NFKC', run[0])}}}"),
+    (r"[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}"),
     (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
     # Digits with a line above, as combining characters: ``0.3̅``.
     (r"(?:\d[\u0304\u0305])+", lambda run: rf"\overline{{{re.sub(r'[^0-9]', '', run.group())}}}"),
@@ -56,10 +57,9 @@ _MARKUP = _compile(  # what is drawn, not what it means
     (r"US\s*\\?\$", r"\\$"),
     (rf"\\(?:[hv]?phantom|[bx]?cancel|sout|st|label|tag)\s*\{{{_ANY}\}}", ""),  # invisible or struck out
     # math delimiters, and where ``=`` is aligned; a row's end stays, without its space: ``\\[2pt]``
-    (r"(\\\\)(?:\s*\[-?[\d.]+ ?[a-z]{2}\])?|\\[()\[\]]|(?<!\\)(?:\$|&(?=\s*=))", r"\1"),
+    (r"(\\\\)(?:\s*\[-?[\d.]+ ?[a-z]{2}\])?|\\[()\[\]]|(?<!\\)(?:\$|&(?=\s*=)|(?<==)&)", r"\1"),
     (r"\\(?:text|page|f)?color(?:box)?\s*\{[^{}]*\}", ""),
-    (r"\\left\s*\\\{(?=\s*\\begin\{(?:array|aligned)\})|(?<=\\end\{array\})\s*\\right\s*\\\}"
-     r"|(?<=\\end\{aligned\})\s*\\right\s*\\\}|\\(?:left|right)\s*\.", ""),
+    (r"\\left\s*\\\{(?=\s*\\begin\{a)|(\\end\{a\w+\})\s*\\right\s*\\\}|\\(?:left|right)\s*\.", r"\1"),
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script)style|limits|strut|[lL]arge|LARGE|[hH]uge"
      rf"|(?:foot|script)size|small|tiny|normalsize|bf|it|rm|sf|tt|bfseries|boldmath){_END}", ""),
     # ``10,\!000``
@@ -95,6 +95,8 @@ _WRAPPERS = _compile(  # until nothing changes
     (r"\\text\s*\{([^{}A-Za-z]*|[^{}]*\d[^{}]*)\}(?!\^|\s*/)", r" \1 "),
     (r"(^|[^\d\s}])\s*\\text\s*\{(\s*\(?[A-Za-z][).:]{0,2}\s*)\}", r"\1 \2 "),  # after a number it is a unit
     (r"\\text\s*\{([^{}]*\w)\s+(and|or)\s*\}", r"\\text{\1}\\text{ \2 }"),
+    # ``60(\text{cm}^2)``
+    (r"(?<=\d)\s*\(\s*(\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?)\s*\)\s*$", r"\1"),
     # ``5\text{kg}\cdot\text{cm}``
     (r"\\text\s*\{([^{}]*)\}\s*\\cdot\s*\\text\s*\{([^{}]*)\}", r"\\text{\1 \2}"),
     (rf"^\s*\{{({_ANY})\}}\s*$", r"\1"),
@@ -115,6 +117,8 @@ _SPELLING = _compile(  # one name for one thing
     (rf"\\langle{_END}", "("),
     (rf"\\rangle{_END}", ")"),
     (rf"\\[lr]?vert{_END}", "|"),
+    # ``v_{\max}``, ``v_\text{in}``
+    (rf"_\s*(\{{)?\s*\\(?:(max|min){_END}|text\s*\{{([A-Za-z]+)\}})\s*(?(1)\}})", r"_{\2\3}"),
     (r":=|\\coloneqq", "="),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w(-])", "^"),  # Python's power
     # ``(0,1) U (2,3)``
@@ -151,10 +155,12 @@ _SPELLING = _compile(  # one name for one thing
     (r"(\[[^\[\](),]+,[^\[\](),]+)\[", r"\1)"),  # ]0,1[ and [0,1[
     (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:per ?cent(?:age)?|pct)\b|%",
      r"\\%"),
-    # ``\begin{cases} x=1 \\ y=2 \end{cases}`` is a list.
-    (r"\\begin\{(cases|aligned|gathered|array)\}(?:\{[lcr|]+\})?([^&]*?)(?:\\\\\s*)?\\end\{\1\}",
-     lambda m: re.sub(r",?\s*\\\\", ",", m[2])),
+    # ``\begin{cases} x=1 \\ y=2 \end{cases}`` is a list; a row that begins with ``=`` continues the last.
+    (r"\\begin\{(cases|array|split|(?:align|gather)(?:ed)?\*?)\}(?:\{[lcr|]+\})?\s*&?"
+     rf"((?:{_MATRIX}|(?!(?:\\\\\s*)?\\end\{{\1\}})(?:\\\\\s*&|[^&]))*+)(?:\\\\\s*)?\\end\{{\1\}}",
+     lambda m: re.sub(rf"({_MATRIX})|,?\s*\\\\\s*&?(\s*=)?", lambda row: row[1] or row[2] or ",", m[2])),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
+    (r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*\+|_\s*\{\s*>\s*0)\s*\}?", r"(0,\\infty)"),
     # ``\mathbb{Z}/6\mathbb{Z}`` is ``\mathbb{Z}_{6}``.
     (r"\\mathbb\{Z\}\s*/\s*\(?\s*(\d+)\s*(?:\\mathbb\{Z\})?\s*\)?", r"\\mathbb{Z}_{\1}"),
     # A column is a list: ``\begin{pmatrix} 1 \\ 2 \end{pmatrix}`` is ``(1,2)``.
@@ -185,8 +191,9 @@ _LEADS = _compile(  # what stands before the answer
     (r"(?<=[a-z]{2})!+$", ""),
 )  # fmt: skip
 _NUMBERS = _compile(  # numbers as people write them
-    # ``1,234,567``
+    # ``1,234,567``, ``1.234.567``
     (r"^([+-]?[1-9]\d{0,2}(?:[,' ]\d{3})+(?:\.\d+)?)$", lambda m: re.sub("[,' ]", "", m[1])),
+    (r"^([+-]?[1-9]\d{0,2}(?:\.\d{3}){2,})$", lambda m: m[1].replace(".", "")),
     # ``1.5e-3``, ``3 x 10^5``
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]\+?(-?\d+)(?!\w)", r"\1\\cdot10^{\2}"),
     (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\cdot "),
@@ -207,8 +214,8 @@ _NUMBERS = _compile(  # numbers as people write them
 )  # fmt: skip
 _LAYOUT = _compile(
     # A space stays between a command and a letter, and between digits: ``\pi x``, ``1 2``.
-    (r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|(?<=\d)\s+(?=\d)|\s+",
-     lambda m: m[1] + " " if m[1] else " " if _between_digits(m) else ""),
+    (r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|(?<=\d)(\s)\s*(?=\d)|\s+",
+     lambda m: m[1] + " " if m[1] else m[2] or ""),
     (r"([\^_])(\d+|[A-Za-z])", r"\1{\2}"),
     (r"\^-(\d+)", r"^{-\1}"),
 )  # fmt: skip
@@ -299,10 +306,6 @@ def _without_remark(match: re.Match[str]) -> str:
     return match[0] if _DOUBT.search(match[0]) else "}" * (before.count("{") - before.count("}"))
 
 
-def _plain(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).replace("−", "-")
-
-
 def _ascii(sign: str) -> str:
     """Return ``sign`` as LaTeX: digits of any script, fractions, and look-alikes of ASCII. Others stay."""
     if sign in _SIGNS:
@@ -328,12 +331,6 @@ def _repeating(whole: str, start: str, block: str) -> str:
     tail = int(start + block) - int(start or "0") + int(whole or "0") * nines
     common = gcd(tail, nines)
     return rf"\frac{{{tail // common}}}{{{nines // common}}}"
-
-
-def _between_digits(match: re.Match[str]) -> bool:
-    before = match.string[match.start() - 1 : match.start()]
-    after = match.string[match.end() : match.end() + 1]
-    return before.isdigit() and after.isdigit()
 
 
 def _connect(match: re.Match[str], text: str) -> str:

@@ -8,6 +8,7 @@ _CALLS = re.compile(r"\\(?:(?:arc|ar)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp)(
 """Functions whose argument may stand without parentheses."""
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _MACROS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1}
+_MACROS |= dict.fromkeys((r"\bar", r"\hat", r"\vec", r"\tilde", r"\dot", r"\ddot", r"\overline"), 1)
 """Number of arguments."""
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|.", re.DOTALL)
 _FACTOR = re.compile(
@@ -21,7 +22,7 @@ _ANGLE = re.compile(r"\d*\\pi\s*(/\s*\d+(?!\s*\\?[A-Za-z({]))?")
 
 
 def delimit(text: str) -> str:
-    r"""Put braces around the arguments of ``\frac``, ``\binom``, ``\sqrt``, parentheses around a function's.
+    r"""Put braces around the arguments of ``\frac``, ``\sqrt``, ``\bar``, parentheses around a function's.
 
     ``\frac\pi2\ln2x/3`` becomes ``\frac{\pi}{2}\ln(2x)/3``. A function without parentheses takes the product
     of the factors after it. It ends before ``/``, ``\cdot``, a sign, another function, ``e^``, or ``(`` after

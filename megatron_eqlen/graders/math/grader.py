@@ -23,9 +23,8 @@ from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
 
-RULES_VERSION = 7
+RULES_VERSION = 8
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
-LIBRARY = version("math-verify")
 LONGEST_TAIL = 32_768
 """Characters at the end of a response in which the answer is looked for."""
 LONGEST_ANSWER = 2_000
@@ -35,8 +34,11 @@ LONGEST_HERE = 100
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.graders.math.worker"
 
-_CODE = re.compile(r"(?:Interval|FiniteSet|Union|\w+Set|Poly|Eq|Point\dD|range|tensor|datetime\.\w+)\(")
-"""Objects of Python and SymPy that no answer spells so."""
+_NO_GOLD = re.compile(
+    r"(?:Interval|FiniteSet|Union|\w+Set|Poly|Eq|Point\dD|range|tensor|datetime\.\w+)\("
+    r"|(?i:\s*(?:proof|not ?found|see (?:the )?(?:solution|proof|above|below))[\s.]*$)"
+)
+"""Objects of Python and SymPy that no answer spells so, and what stands where there is none (NuminaMath)."""
 # ``-3``, ``0.5``, ``\frac{1}{2}``, ``1/2``: golds that need no check.
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 
@@ -45,16 +47,14 @@ class MathGrader(PoolGrader):
     """Grades responses in killable worker processes; the same (gold, answer) is verified once. Verdicts:
     correct, wrong, no_answer, unparseable, timeout. ``timeout``: seconds an answer may take."""
 
-    name = f"either-{RULES_VERSION}+math_verify-{LIBRARY}"
+    name = f"either-{RULES_VERSION}+math_verify-{version('math-verify')}"
 
     def __init__(self, workers: int = 2, timeout: float = 5.0) -> None:
-        self._workers = workers
-        self._timeout = timeout
+        self._workers, self._timeout = workers, timeout
         self._memo: dict[tuple[str, str], Future[Grade]] = {}
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
-        answer = extract_answer(text)
-        if answer is None:
+        if (answer := extract_answer(text)) is None:
             return known(Grade(0.0, "no_answer", None, self.name))
         key = gold, answer
         if key not in self._memo:
@@ -71,7 +71,7 @@ class MathGrader(PoolGrader):
     def check_golds(self, golds: Sequence[str]) -> list[str | None]:
         """Return for each gold None, or the reason why nothing can be graded against it: a gold must parse
         and equal itself, else every right answer would silently get 0."""
-        unfit = {gold: len(gold) > LONGEST_ANSWER or _CODE.match(gold) for gold in golds}
+        unfit = {gold: len(gold) > LONGEST_ANSWER or _NO_GOLD.match(gold) for gold in golds}
         reasons = {gold: "unparseable_gold" if is_unfit else None for gold, is_unfit in unfit.items()}
         wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
         questions: list[Item] = [{"gold": gold, "answer": gold, "parse": True} for gold in wanted]
@@ -108,9 +108,7 @@ class MathGrader(PoolGrader):
         if "failure" in reply:
             log.warning("math grader: %s on %.200r", reply["failure"], answer)
             return "unparseable"
-        if reply["correct"]:
-            return "correct"
-        return "wrong" if reply["parsed"] else "unparseable"
+        return "correct" if reply["correct"] else "wrong" if reply["parsed"] else "unparseable"
 
     def _make_pool(self) -> WorkerPool:
         return WorkerPool(WORKER_MODULE, self._workers)
@@ -144,8 +142,7 @@ def extract_answer(text: str) -> str | None:
     counts. Boxes with nothing between them but ``,``, ``and`` or ``or`` are one answer, a list.
     """
     tail = answer_section(text, LONGEST_TAIL)
-    boxes = [box for box in _boxes(tail) if box[1].strip()]
-    if not boxes:
+    if not (boxes := [box for box in _boxes(tail) if box[1].strip()]):
         return None
     start, content, _ = boxes.pop()
     answers = [content.strip()]

@@ -68,8 +68,6 @@ def surely_different(gold: Any, answer: Any) -> bool:
     wrong answers end here, at a tenth of the cost of ``simplify``, and those too close for math-verify."""
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return False
-    if gold.is_Symbol or answer.is_Symbol:
-        return False  # names compare as text
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     # At the first point complex numbers count, too; without symbols one point suffices.
     return any(

@@ -27,20 +27,27 @@ def _symbol(text: str) -> str:
     return f"Q_{{{crc32(text.encode())}}}"
 
 
-_D = r"(?:d|\\partial ?)"
+_D, _V, _N = r"(?:d|\\partial ?)", r"(?:\\[A-Za-z]+|[A-Za-z])", r"(?:\^\{\d\})?"
 _REWRITES = (
+    (
+        r"(?:\\[gG]amma|[A-Za-z])_\{[^{}]*\}(?!\()|" + _V + r"\^\{\*\}|\\Gamma(?![A-Za-z(])|I"
+        r"|(\\(?:math[a-z]+|hat|vec|bar|tilde|d?dot|overline)\{[^{}]*\}|\\[A-Za-z]+ ?)",
+        lambda m: m[1] or _symbol(m[0]),
+    ),
+    (r"(\.\d+)?\\ldots ?", lambda m: m[1] or _symbol(m[0])),
     (r"\\(coth|sech|csch)((?:\^\{\w+\})?\([^()]*\))", lambda m: rf"(1/\{_HYPERBOLIC[m[1]]}{m[2]})"),
     (r"(?<![\d!.])(\d{1,3})!!", lambda m: str(prod(range(int(m[1]), 0, -2)))),
     (r"(?:[A-Za-z]|\([^()]*\))!!", lambda m: _symbol(m[0])),
     (r"\\(gcd|lcm)\(([^()]*[A-Za-z][^()]*)\)", lambda m: _symbol(m[1] + ",".join(sorted(m[2].split(","))))),
-    (r"\\gamma(?![(_A-Za-z])", r"(\\gamma)"),
-    (rf"\\frac\{{{_D}(?:\^\{{\d\}})?[A-Za-z]\}}\{{{_D}[A-Za-z](?:\^\{{\d\}})?\}}", lambda m: _symbol(m[0])),
-    (r"(?:[A-Za-z]|\d+)'+(?!\()|\\d?dot\{[A-Za-z]\}", lambda m: _symbol(m[0])),
+    (r"\\gamma(?!['(_A-Za-z])", r"(\\gamma)"),
+    (rf"\\frac\{{{_D}{_N}{_V}(?:_\{{\w+\}})?\}}\{{{_D}{_V}{_N}\}}", lambda m: _symbol(m[0])),
+    (rf"(?:{_V}|\d+)'+(?!\()|\\d?dot\{{{_V}\}}(?:_\{{\w+\}})?", lambda m: _symbol(m[0])),
     (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
     (r"\\sqrt\[(\d*[13579])\]\{-(\d+|[A-Za-z])\}", r"(-\\sqrt[\1]{\2})"),
 )
-"""Spellings that the library misreads: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as gamma(1),
-``2(3)`` as 5, odd roots of negatives as complex, derivatives of unknown functions as 0 or without primes."""
+"""Spellings that the library misreads: ``I_1`` as the imaginary unit, ``E_0`` and ``v^*`` not at all, dots as
+nothing, ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` and ``\\Gamma+1`` as gamma(1), ``2(3)`` as 5,
+odd roots of negatives as complex, derivatives of unknown functions as 0 or without primes."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 

@@ -60,7 +60,11 @@ _NAME = re.compile(
 """The left side of an equation that only names the value on the right."""
 _FUNCTION = re.compile(r"[A-Za-z](?:\(([a-z])\))?")
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-_BARE_LOG = re.compile(r"\\log(?!_|[A-Za-z])")
+_AMBIGUOUS = (
+    (re.compile(r"\\log(?!_|[A-Za-z])"), (r"\\ln", r"\\log_{10}")),
+    (re.compile(r"(?<![\w.}])(\d+)/(\d+)(?=\\?[A-Za-z])"), (r"\\frac{\1}{\2}", r"\1/\2")),
+)
+"""Spellings with two readings, of which gold and answer have the same: ``1/2x`` is x/2 or 1/(2x)."""
 _TEXT = re.compile(r"\\text\{(.*?)\}")
 _OBJECT = re.compile(
     r"\\(?:mathbb|mathcal|mathfrak|mathscr|aleph|oplus|otimes|[rl]times|cong|simeq|text)(?![A-Za-z])"
@@ -150,19 +154,22 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
     r"""Write lists of named values as tuples: ``x=1,y=2`` as ``(1,2)``, in the order of the names, or the
     gold's if the answer is a bare list. Return None if neither names several values, () if they differ."""
     wanted, given = _assignments(gold), _assignments(answer)
-    if wanted is None and given is None:
-        return None
-    if wanted is not None and given is not None:
-        order = sorted(set(wanted[0]))
-        same = order == sorted(set(given[0]))
-        return (_tuples(*wanted, order), _tuples(*given, order)) if same else ()
     names, values = wanted or given or ([], [])
     order = sorted(set(names))
+    if wanted and given:
+        same = order == sorted(set(given[0]))
+        return (_tuples(*wanted, order), _tuples(*given, order)) if same else ()
+    if not names:
+        return None
     other = answer if wanted else gold
-    if any(len(split(part, _EQUALS)) > 1 for part in split(other, ",")):
+    sides = [split(part, _EQUALS) for part in split(other, ",")]
+    # ``x=2,x=1`` beside ``x_{1}=1,x_{2}=2``: values of one name, in any order
+    if {(side[0], len(side)) for side in sides} == {(name.partition("_")[0], 2) for name in names}:
+        return ",".join(values), ",".join(value for _, value in sides)
+    if any(len(side) > 1 for side in sides):
         return None  # other names, or some of them
     # ``1,2`` beside ``x=1,y=2`` is one solution: read as ``(1,2)``.
-    if len(names) == len(order) == len(split(other, ",")):
+    if len(names) == len(order) == len(sides):
         other = f"({other})"
         order = names if wanted else order
     return (_tuples(names, values, order), other) if wanted else (other, _tuples(names, values, order))
@@ -196,18 +203,13 @@ def _tuples(names: list[str], values: list[str], order: list[str]) -> str:
 
 def _equal_percentages(gold: str, answer: str, is_complex: bool) -> bool:
     """Compare percentages: as in math-verify, 50% is 50 and 0.5, because a question may ask for either."""
-    gold_number, answer_number = gold.removesuffix(r"\%"), answer.removesuffix(r"\%")
-    if equal(gold_number, answer_number, is_complex):
-        return True
-    if (gold_number, answer_number) == (gold, answer):
-        return False
-    return equal(_hundredths(gold), _hundredths(answer), is_complex)
+    plain = gold.removesuffix(r"\%"), answer.removesuffix(r"\%")
+    return equal(*plain, is_complex) or equal(_hundredths(gold), _hundredths(answer), is_complex)
 
 
 def _hundredths(text: str) -> str:
     """Return a percentage as a number of hundredths; any other number unchanged."""
-    number = text.removesuffix(r"\%")
-    return text if number == text else rf"\frac{{{number}}}{{100}}"
+    return rf"\frac{{{text[:-2]}}}{{100}}" if text.endswith(r"\%") else text
 
 
 def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
@@ -351,20 +353,19 @@ def _exact(value: Any) -> Any:
 
 def compare(item: dict[str, Any]) -> dict[str, Any]:
     r"""Compare gold and answer. ``correct``: the answer equals the gold; ``parsed``: it is mathematics, not
-    only text. With ``parse``, both are as they were written, and their texts may decide: ``verdict``. A
-    ``\log`` without base is natural or decimal: an answer that is right under either reading is correct."""
+    only text. With ``parse``, both are as they were written, and their texts may decide: ``verdict``. An
+    answer that is right under either reading of what is ambiguous is correct."""
     if "parse" in item:
         compared = compare_texts(**item)
         if isinstance(compared, str):
             return {"verdict": compared}
         item = dict(zip(("gold", "answer"), compared, strict=True))
-    if _BARE_LOG.search(item["gold"] + item["answer"]):
-        natural, decimal = (
-            _compare({key: _BARE_LOG.sub(log, text) for key, text in item.items()})
-            for log in (r"\\ln", r"\\log_{10}")
-        )
-        return natural | {"correct": natural["correct"] or decimal["correct"]}
-    return _compare(item)
+    readings = [item]
+    for pattern, spellings in _AMBIGUOUS:
+        if any(map(pattern.search, item.values())):
+            pairs = product(readings, spellings)
+            readings = [{name: pattern.sub(one, text) for name, text in each.items()} for each, one in pairs]
+    return max(map(_compare, readings), key=lambda reply: reply["correct"])
 
 
 def _compare(item: dict[str, str]) -> dict[str, bool]:
