@@ -130,12 +130,9 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     # how an answer is written: as the prompt asks, else as the grader reads
     form, gold = asked or read or "%s", referred(prompt.gold)[0]
     gold = final_answer(gold) if isinstance(gold, str) else str(gold)
-    texts = {
-        "right": form % gold,
-        "wrong": form % _wrong(gold),
-        "empty": "",
-        "without its form": f"It is {gold}.",
-    }
+    # a number that shares no digit with the gold, where there is one: ``777``, or ``000`` for all ten digits
+    wrong = 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
+    texts = {"right": form % gold, "wrong": form % wrong, "empty": "", "without its form": f"It is {gold}."}
     if prompt.grader == "code":
         form, gold = "%s", "its tests"
         texts = {"right": _program(prompt.gold), "wrong": "```python\n```", "empty": ""}
@@ -185,9 +182,3 @@ def _program(gold: str) -> str:
     return STDIN.format(
         tests={text.strip(): output for text, output in zip(tests["inputs"], tests["outputs"], strict=True)}
     )
-
-
-def _wrong(gold: str) -> str:
-    """Return a number that shares no digit with the gold, where there is one."""
-    # ``777``, or ``000`` for a gold with all ten digits.
-    return 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
