@@ -35,6 +35,7 @@ def train(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
 
     if is_complete(folder.path, recipe):
+        folder.keep(recipe)  # a command that asked for more, and failed, has left its own
         print(f"{folder.path}: complete; see {folder.report}")
         return 0
     if recipe.rollout.engine == "server" and not arguments.replay:
@@ -241,8 +242,7 @@ def report(arguments: argparse.Namespace) -> int:
         print(write_step_page(arguments.run, *arguments.step))
         return 0
     print(write_page(arguments.run))
-    _, advice = recorded_advice(arguments.run, load_run(arguments.run))
-    if advice:
+    if advice := recorded_advice(arguments.run, load_run(arguments.run))[1]:
         print(advice)
     return 0
 
