@@ -149,7 +149,7 @@ def adapters_of(path: Path, metadata: Metadata) -> LoraRecipe | None:
 def check_base(path: Path, content: Mapping, found: Mapping[str, str] | None, source: str | Path) -> None:
     """Raise CheckpointError if adapters were trained on other weights than ``found``, those of ``source``."""
     if (expected := content.get(BASE)) and expected != found:
-        raise CheckpointError(f"{path}: its adapters were trained on other weights than those of {source}")
+        raise CheckpointError(f"{path}: expected the model that its adapters were trained on, found {source}")
 
 
 def widest_dtype(metadata: Metadata) -> tuple[torch.dtype, int]:
