@@ -312,6 +312,9 @@ def test_an_ended_run_exports_again_what_was_lost_and_refuses_other_data(home, t
     )
     assert "complete; see" in run(*command(home, "exported")).stdout
     assert RunStatus(folder).condition == "complete"
+    before = stored.read_bytes()
+    assert "complete; see" in run(*command(home, "exported", "reward.on_error=zero")).stdout
+    assert stored.read_bytes() == before, "the keys that the run used"
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):
