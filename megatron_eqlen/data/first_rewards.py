@@ -128,8 +128,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     places = {text.rfind(mark): form for mark, form in FORMS.items() if mark in text}
     asked = places[max(places)] if places else None
     # how an answer is written: as the prompt asks, else as the grader reads
-    form, gold = asked or read or "%s", referred(prompt.gold)[0]
-    gold = final_answer(gold) if isinstance(gold, str) else str(gold)
+    form, given = asked or read or "%s", referred(prompt.gold)[0]
+    gold = final_answer(given) if isinstance(given, str) else str(given)
     # a number that shares no digit with the gold, where there is one: ``777``, or ``000`` for all ten digits
     wrong = 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
     texts = {"right": form % gold, "wrong": form % wrong, "empty": "", "without its form": f"It is {gold}."}
@@ -152,7 +152,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     if prompt.grader == "math" and len(gold.split()) > LONG_GOLD:
         cause = f"its gold has {len(gold.split())} words, which no response will repeat: {gold!r:.80}"
     if not failure and rewards["right"] <= rewards["wrong"]:
-        cause = f"its gold {gold!r:.60}, written {form % '...'}, earns no more than a wrong answer"
+        kind = "" if isinstance(given, str) else f", which the function gets as {type(given).__name__}"
+        cause = f"its gold {gold!r:.60}{kind}, written {form % '...'}, earns no more than a wrong answer"
         if read and asked and asked != read:
             cause = (
                 f"the prompt asks for {asked % '...'}, the grader reads {read % '...'}: change the prompt "
