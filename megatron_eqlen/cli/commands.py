@@ -17,7 +17,7 @@ from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.contents import changed, is_whole
 from megatron_eqlen.recipe.inputs import missing_inputs, pinned
-from megatron_eqlen.recipe.load import RECIPE, dump
+from megatron_eqlen.recipe.load import RECIPE, dump, load_run
 from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 
@@ -35,6 +35,9 @@ def train(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
 
     if is_complete(folder.path, recipe):
+        # a command that asked for more, and failed before its first step, has left its own recipe
+        if not is_complete(folder.path, load_run(folder.path)):
+            folder.keep(recipe)
         print(f"{folder.path}: complete; see {folder.report}")
         return 0
     if recipe.rollout.engine == "server" and not arguments.replay:
@@ -233,7 +236,6 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.recipe.load import load_run
     from megatron_eqlen.report.page import write_page, write_step_page
     from megatron_eqlen.report.recorded import recorded_advice
 
@@ -241,8 +243,7 @@ def report(arguments: argparse.Namespace) -> int:
         print(write_step_page(arguments.run, *arguments.step))
         return 0
     print(write_page(arguments.run))
-    _, advice = recorded_advice(arguments.run, load_run(arguments.run))
-    if advice:
+    if advice := recorded_advice(arguments.run, load_run(arguments.run))[1]:
         print(advice)
     return 0
 

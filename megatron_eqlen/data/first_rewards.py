@@ -128,14 +128,11 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     places = {text.rfind(mark): form for mark, form in FORMS.items() if mark in text}
     asked = places[max(places)] if places else None
     # how an answer is written: as the prompt asks, else as the grader reads
-    form, gold = asked or read or "%s", referred(prompt.gold)[0]
-    gold = final_answer(gold) if isinstance(gold, str) else str(gold)
-    texts = {
-        "right": form % gold,
-        "wrong": form % _wrong(gold),
-        "empty": "",
-        "without its form": f"It is {gold}.",
-    }
+    form, given = asked or read or "%s", referred(prompt.gold)[0]
+    gold = final_answer(given) if isinstance(given, str) else str(given)
+    # a number that shares no digit with the gold, where there is one: ``777``, or ``000`` for all ten digits
+    wrong = 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
+    texts = {"right": form % gold, "wrong": form % wrong, "empty": "", "without its form": f"It is {gold}."}
     if prompt.grader == "code":
         form, gold = "%s", "its tests"
         texts = {"right": _program(prompt.gold), "wrong": "```python\n```", "empty": ""}
@@ -155,7 +152,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     if prompt.grader == "math" and len(gold.split()) > LONG_GOLD:
         cause = f"its gold has {len(gold.split())} words, which no response will repeat: {gold!r:.80}"
     if not failure and rewards["right"] <= rewards["wrong"]:
-        cause = f"its gold {gold!r:.60}, written {form % '...'}, earns no more than a wrong answer"
+        kind = "" if isinstance(given, str) else f", which the function gets as {type(given).__name__}"
+        cause = f"its gold {gold!r:.60}{kind}, written {form % '...'}, earns no more than a wrong answer"
         if read and asked and asked != read:
             cause = (
                 f"the prompt asks for {asked % '...'}, the grader reads {read % '...'}: change the prompt "
@@ -185,9 +183,3 @@ def _program(gold: str) -> str:
     return STDIN.format(
         tests={text.strip(): output for text, output in zip(tests["inputs"], tests["outputs"], strict=True)}
     )
-
-
-def _wrong(gold: str) -> str:
-    """Return a number that shares no digit with the gold, where there is one."""
-    # ``777``, or ``000`` for a gold with all ten digits.
-    return 3 * next((digit for digit in "7310246589" if digit not in gold), "0")

@@ -175,9 +175,9 @@ class _Source:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["rows"] != len(self.rows):
-            raise ValueError(
-                f"data source {self.name}: the checkpoint has {state['rows']} rows, found {len(self.rows)}"
-            )
+            rows = f"expected {state['rows']} rows, as the checkpoint has, found {len(self.rows)}"
+            remedy = "put its files back, or begin a run with model.path: the export of this one"
+            raise ValueError(f"data source {self.name}: {self.recipe.path}: {rows}: {remedy}")
         self.epoch, self.position = state["epoch"], state["position"]
         self.refused = set(state["refused"])
         self.tally.kept = state["kept"]

@@ -32,7 +32,7 @@ from megatron_eqlen.models.names import local_parameters
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.processes.distributed import agree
-from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, contents
 
 LOGIT_TOLERANCE = 1e-4
 """Maximum difference of float32 logits, relative to the largest logit."""
@@ -160,6 +160,7 @@ def _loaded(
     lora.add_adapters(chunks, adapters, seed=0)
     state = {str(number): lora.sharded_state_dict(chunk) for number, chunk in enumerate(chunks)}
     torch_dist.check_weights(path, metadata, [*state.values()])
+    torch_dist.check_base(path, torch_dist.content_metadata(path), contents.weights(Path(source)), source)
     loaded = torch_dist.load_sharded(state, path)
     for number, chunk in enumerate(chunks):
         lora.load_state_dict(chunk, loaded[str(number)])

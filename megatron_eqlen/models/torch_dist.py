@@ -7,7 +7,7 @@ import io
 import logging
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ ALLOWED = {
 
 LORA = "lora"
 """Key of the recipe of adapters in a checkpoint's content metadata; None: it holds all weights."""
+BASE = "base"
+"""Key of the digests of the files of weights that adapters were trained on; missing in older checkpoints."""
 
 # `optimizer.distributed.dp_group_idx_0.param_state`, `chained_0.optimizer.state.exp_avg...`
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -142,6 +144,12 @@ def adapters_of(path: Path, metadata: Metadata) -> LoraRecipe | None:
     if LORA not in content:
         raise CheckpointError(f"{path}: has adapters, but not their recipe: another software's checkpoint?")
     return LoraRecipe.model_validate(content[LORA])
+
+
+def check_base(path: Path, content: Mapping, found: Mapping[str, str] | None, source: str | Path) -> None:
+    """Raise CheckpointError if adapters were trained on other weights than ``found``, those of ``source``."""
+    if (expected := content.get(BASE)) and expected != found:
+        raise CheckpointError(f"{path}: expected the model that its adapters were trained on, found {source}")
 
 
 def widest_dtype(metadata: Metadata) -> tuple[torch.dtype, int]:

@@ -96,10 +96,9 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
 def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     """Raise UnscoredError if more responses of all ranks lack a reward than allowed; one always may."""
     unscored = [part for rollout in rollouts for part in rollout.unscored() if not part.carried]
-    failed = len(unscored)
     # where an environment failed, a response has no end
     of = len(new_grades(rollouts)) + sum(part.finish_reason != "stop" for part in unscored)
-    if failed > max(1, reward.max_unscored * of):
+    if (failed := len(unscored)) > max(1, reward.max_unscored * of):
         raise UnscoredError(
             f"{failed} of {of} responses of a step have no reward, more than reward.max_unscored: "
             f"{reward.max_unscored:g} allows: {unscored_causes(rollouts)[0]}; the step is recorded, the same "

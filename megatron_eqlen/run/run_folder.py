@@ -80,11 +80,10 @@ def _commit() -> str:
     dirty = "--dirty= with uncommitted changes"
     # without a tag's name: the hash alone
     command = ["git", "-C", str(ROOT), "describe", "--always", dirty, "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""  # no git here, or it does not trust the folder's owner
-    return done.stdout.strip()
+    # no git here, or it does not trust the folder's owner
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return ""
 
 
 class RunFolder:
@@ -113,9 +112,10 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self.hold = Hold(self.path, origin())
-        # an earlier start made nothing here: the inputs may have changed since
-        if self.recipe.exists() and self.is_empty():
+        # an earlier start made nothing here: recipe and inputs may have changed since
+        if self.is_empty():
             (self.path / CONTENTS).unlink(missing_ok=True)
+            self.keep(recipe)
         # with the lock held, what is half written belongs to killed processes
         for folder in (self.path, self.path / "evaluation", self.checkpoints, *self.streams.glob("step-*")):
             files.remove_partial(folder)
@@ -124,9 +124,12 @@ class RunFolder:
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
             self.stop.unlink()
             logger.warning("%s: removed: it is older than this command", self.stop)
-        files.write_text(self.recipe, dump(recipe))
         events.append(self.path, "started", pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID"))
         return self.hold
+
+    def keep(self, recipe: Recipe) -> None:
+        """Store the recipe that the run follows: of a run that has begun once nothing refuses it."""
+        files.write_text(self.recipe, dump(recipe))
 
     def begin_from(self, source: str, carries: bool) -> None:
         """Begin after ``source``, RUN@STEP, unless it has begun: copy the checkpoint, the metrics, the first
@@ -210,17 +213,15 @@ class RunFolder:
         if (after := self.evaluation("after")).exists():
             after.replace(self.evaluation(label))  # has all that the step's own evaluation had
         after.with_name(after.name + PARTIAL).unlink(missing_ok=True)
-        for export in (self.export, self.adapter):
-            if export.exists():
-                export.rename(files.unused(self.path / f"{export.name}-{label}"))
+        for export in filter(Path.exists, (self.export, self.adapter)):
+            export.rename(files.unused(self.path / f"{export.name}-{label}"))
 
     def check(self, recipe: Recipe, writes: bool = True) -> None:
         """Raise RecipeError if another recipe's run is in the folder, OSError if it ``writes`` and cannot."""
         if writes:
             files.refuse_unwritable(self.path)
-        if not self.recipe.exists() or self.is_empty():
-            return
-        if changed := _changed(self.recipe, recipe):
+        has_begun = self.recipe.exists() and not self.is_empty()
+        if has_begun and (changed := _changed(self.recipe, recipe)):
             remedy = "its own folder with name=... or run_dir=..., or its method in a sweep another name"
             other = f"{self.path} holds a run with another recipe ({changed})"
             raise RecipeError(f"{other}; give this one {remedy}")

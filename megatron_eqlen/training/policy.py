@@ -29,7 +29,8 @@ from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, sav
 from megatron_eqlen.packing.pack import Packing, RankRows, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
-from megatron_eqlen.processes.distributed import gather, is_rank0
+from megatron_eqlen.processes.distributed import agree, gather, is_rank0
+from megatron_eqlen.recipe import contents
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training import finite
 from megatron_eqlen.training.agreement import NO_TOKEN, Compared, mismatch_of, worst_token
@@ -100,6 +101,8 @@ class Policy:
         load_hf(self.chunks, job.folder)
         if has_adapters:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
+        # of the files of weights that adapters are trained on: checkpoints have the adapters alone
+        self.base = agree(lambda: contents.weights(job.folder)) if has_adapters else None
         self.reference: Callable[[], AbstractContextManager[None]] | None = None
         """Makes a context in which the model is the reference model."""
         if recipe.loss.kl_coef:

@@ -15,14 +15,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eqlen.models import lora
 from megatron_eqlen.models.checkpoint_folder import CheckpointError
-from megatron_eqlen.models.torch_dist import LORA, sharded_weights, sharding_options
+from megatron_eqlen.models.torch_dist import BASE, LORA, check_base, sharded_weights, sharding_options
 from megatron_eqlen.training.optimizer import load_state
 from megatron_eqlen.training.policy import Policy
 
 
 def content(policy: Policy) -> dict[str, Any]:
-    """Return a checkpoint's metadata: Megatron's options, the layout that binds it, its adapters' recipe."""
-    return _metadata() | {"bound_to": _bucket_layout(policy), LORA: _adapters(policy)}
+    """Return a checkpoint's metadata: Megatron's options, the layout that binds it, its adapters' origin."""
+    return _metadata() | {"bound_to": _bucket_layout(policy), LORA: _adapters(policy), BASE: policy.base}
 
 
 def of(policy: Policy) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
             ", ".join(f"lora.{key} {value}" for key, value in (each or {"rank": 0}).items()) for each in both
         )
         raise CheckpointError(f"{path}: expected {expected}, as in the recipe, found {found}")
+    check_base(path, saved, policy.base, policy.job.folder)
     ours, theirs = _bucket_layout(policy), saved["bound_to"]
     different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
     if different:
@@ -72,12 +73,8 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
 
 def _build(policy: Policy, *, loading: bool) -> dict[str, Any]:
     metadata, adapted = _metadata(), policy.recipe.lora.rank > 0
-    state: dict[str, Any] = {
-        _chunk_key(policy, number): (
-            lora.sharded_state_dict(chunk) if adapted else sharded_weights(chunk, metadata)
-        )
-        for number, chunk in enumerate(policy.chunks)
-    }
+    of_chunk = lora.sharded_state_dict if adapted else partial(sharded_weights, options=metadata)
+    state: dict[str, Any] = {_chunk_key(policy, n): of_chunk(chunk) for n, chunk in enumerate(policy.chunks)}
     optimizer = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state | {"optimizer": optimizer, "schedule": policy.schedule.state_dict()}
 

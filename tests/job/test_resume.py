@@ -304,6 +304,17 @@ def test_an_ended_run_exports_again_what_was_lost_and_refuses_other_data(home, t
     finally:
         rows.write_text(kept)
     assert column(folder, "step") == [1, 2, 3]
+    assert RunStatus(folder).condition == "complete", "a command that is refused changes no recipe"
+    stored = folder / "recipe.yaml"
+    stored.write_text(stored.read_text().replace("steps: 3", "steps: 4"))
+    assert RunStatus(folder).condition != "complete", (
+        "as after a longer run that did not get to its first step"
+    )
+    assert "complete; see" in run(*command(home, "exported")).stdout
+    assert RunStatus(folder).condition == "complete"
+    before = stored.read_bytes()
+    assert "complete; see" in run(*command(home, "exported", "reward.on_error=zero")).stdout
+    assert stored.read_bytes() == before, "the keys that the run used"
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):

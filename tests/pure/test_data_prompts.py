@@ -469,8 +469,9 @@ FIRST = {
                                      "without its form 0: its gold has 21 words, which no response will"),
     "own function": (MATH | {"question": ASKS_HASHES, "answer": "5"}, "of_hashes", "right 1, wrong 0, "),
     "own function, gold as a number": (MATH | {"question": ASKS_HASHES}, "of_hashes",
-                                       "right 0, wrong 0, empty 0, without its form 0: its gold '5', written "
-                                       "#### ..., earns no more than a wrong answer"),
+                                       "right 0, wrong 0, empty 0, without its form 0: its gold '5', which "
+                                       "the function gets as int, written #### ..., earns no more "
+                                       "than a wrong answer"),
     "program": (CODE, None, "right 1, wrong 0, empty 0"),
     "function": (CODE | {"tests": {"inputs": [[2, 3]], "outputs": [5], "function": "add"}}, None, "right 1"),
     "negative": (MATH, "by_length", "right -9, wrong -11, empty 0, without its form -8"),
@@ -637,7 +638,9 @@ def test_resume_on_other_data_is_refused(tokenizer, tmp_path):
     file = write_deepmath(tmp_path / "train-0.parquet", sums(4))
     state = PromptSource(recipe(source(file)), tokenizer, 0).state_dict()
     write_deepmath(file, sums(5))
-    with pytest.raises(ValueError, match="checkpoint has 4 rows, found 5"):
+    with pytest.raises(
+        ValueError, match=r"parquet: expected 4 rows, .*, found 5: put its files back, or begin"
+    ):
         PromptSource(recipe(source(file)), tokenizer, 0).load_state_dict(state)
     with pytest.raises(ValueError, match="seed 0"):
         PromptSource(recipe(source(file)), tokenizer, 1).load_state_dict(state)

@@ -577,6 +577,18 @@ def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inpu
     assert not (tmp_path / "run" / "contents.json").exists()
 
 
+def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tmp_path):
+    recipe, longer = (small(run_dir=str(tmp_path / "run"), steps=steps) for steps in (3, 9))
+    hold = RunFolder(recipe).open(recipe)
+    (tmp_path / "run/streams/step-00000000").mkdir(parents=True)
+    hold.close()
+    folder, stored = RunFolder(longer), tmp_path / "run/recipe.yaml"
+    folder.open(longer)
+    assert "steps: 3" in stored.read_text(), "its inputs may still refuse it"
+    folder.keep(longer)
+    assert "steps: 9" in stored.read_text()
+
+
 def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     recipe, other, run = small(seed=1), small(seed=2), tmp_path / "run"
     check_harvest(tmp_path / "new", recipe)

@@ -400,6 +400,7 @@ def refusals(folders: str, target: str) -> list[str]:
     save_tiny(Path(target, "wider"), "qwen3", num_hidden_layers=2, intermediate_size=128)
     save_tiny(Path(target, "longer"), "qwen3", num_hidden_layers=3)
     bases = f"{target}/nowhere", f"{target}/wider", f"{target}/longer", f"{folders}/qwen3_moe"
+    bases += (f"{target}/export",)  # the adapters would be added once more
     errors = [converted(source, f"{target}/out", "--source", other) for other in bases]
     assert convert.main("hf-to-megatron", [base, f"{target}/whole"]) == 0
     errors.append(converted(f"{target}/whole", f"{target}/out", "--source", base, "--adapter"))
@@ -408,7 +409,9 @@ def refusals(folders: str, target: str) -> list[str]:
         with pytest.raises(CheckpointError) as refused:
             saved_state.load(Path(source), Policy(Job(recipe_of(base, {"lora": lora}))))
         errors.append(str(refused.value))
-    return errors
+    with pytest.raises(CheckpointError) as refused:
+        saved_state.load(Path(source), Policy(Job(recipe_of(f"{target}/export", WITH_LORA))))
+    return [*errors, str(refused.value)]
 
 
 def test_another_base_rank_or_target_is_refused_by_name(folders, tmp_path):
@@ -419,10 +422,12 @@ def test_another_base_rank_or_target_is_refused_by_name(folders, tmp_path):
         r"linear_fc1\.adapter\.B\.0: expected shape \(128, 3\), found \(96, 3\)",
         r"decoder\.layers\.2\..*adapter.* is missing",
         r"mlp\..*adapter.* is missing",
+        r"step-00000001: expected the model that its adapters were trained on, found \S+/export\n",
         r"expected a checkpoint of adapters, found one of all weights",
         r"expected lora\.rank 4, lora\.alpha 5\.0, lora\.targets None, as in the recipe, found lora\.rank 3,",
         r"lora\.targets \['mlp'\], as in the recipe, found lora\.rank 3, .*, lora\.targets None",
         r"expected lora\.rank 0, as in the recipe, found lora\.rank 3",
+        r"step-00000001: expected the model that its adapters were trained on, found \S+/export$",
     ]
     for message, pattern in zip(found, expected, strict=True):
         assert re.search(pattern, message), message
