@@ -48,8 +48,7 @@ def ended_groups(plan: Plan) -> list[Group]:
 
 
 def _labelled(sweep: SweepRecipe, group: Group) -> Group:
-    label = BASE if group.method == BASE else sweep.label(group.method)
-    return Group(group.model, label, group.runs)
+    return Group(group.model, sweep.label(group.method), group.runs)
 
 
 def _table(sweep: SweepRecipe, table: TableRecipe, groups: Sequence[Group]) -> Table:
@@ -61,8 +60,7 @@ def _table(sweep: SweepRecipe, table: TableRecipe, groups: Sequence[Group]) -> T
         for group in groups
         if group.method == method and group.model in recipes
     ]
-    baseline = BASE if methods[0] == BASE else sweep.label(methods[0])
-    made = make_table(table.title, table.kind, chosen, baseline, table.benchmarks)
+    made = make_table(table.title, table.kind, chosen, sweep.label(methods[0]), table.benchmarks)
     return made if made.rows else replace(made, rows=[{METHOD: "none has ended"}])
 
 

@@ -71,7 +71,7 @@ class SweepRecipe(Section):
         return Path(self.folder).expanduser() if self.folder else Path("runs") / self.name
 
     def label(self, method: str) -> str:
-        return self.methods[method].label or method
+        return method if method == BASE else self.methods[method].label or method
 
     def seeds_of(self, model: str, method: str) -> list[int]:
         """Return the seeds of a method on the recipe file of that name."""

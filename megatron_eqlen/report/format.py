@@ -67,10 +67,6 @@ def shorten(text: str) -> str:
     return f"{text[:half]} […{len(text) - 2 * half} characters…] {text[-half:]}"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
-
-
 def markdown_rows(rows: Rows) -> str:
     """Format rows as a GitHub table."""
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -27,7 +27,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.record.reader import check_newest, scored_steps, step_files
 from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart
-from megatron_eqlen.report.format import compact, percent
+from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.recorded import RecordedStep, find_decoder, recorded_advice
 from megatron_eqlen.report.status import RunStatus
@@ -171,5 +171,5 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.globals["colours"] = COLOURS
-    made.filters.update(compact=compact, percent=percent)
+    made.filters.update(compact=compact, percent="{:.1%}".format)
     return made

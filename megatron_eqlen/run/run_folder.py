@@ -134,12 +134,9 @@ class RunFolder:
     def begin_from(self, source: str, carries: bool) -> None:
         """Begin after ``source``, RUN@STEP, unless it has begun: copy the checkpoint, the metrics, the first
         evaluation and, if the run ``carries`` rollouts over, the step's record. Raises RecipeError."""
-        begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
+        begun = self.sources
         run, _, step = source.rpartition("@") if "@" in source else (source, "", "")
-        # the record that an earlier try has copied is not this run's own
-        own = [n for n, _ in files.step_folders(self.streams) if not begun or f"{n + 1}" != step]
-        saved = checkpoint_folder.latest(self.checkpoints) or self.lost_checkpoints()
-        if saved or own or (begun and source not in begun):
+        if checkpoint_folder.latest(self.checkpoints) or not self.is_empty() or {*begun} - {source}:
             # the same command, given again, resumes the run
             if source not in begun:
                 raise RecipeError(
@@ -176,11 +173,19 @@ class RunFolder:
             f"{self.path / events.FILE} to begin again in this one"
         )
 
+    @property
+    def sources(self) -> list[str]:
+        """``RUN@STEP`` that this run begins from, if any."""
+        return [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
+
     def is_empty(self) -> bool:
-        """Return True if no start here made anything. Such a folder takes another recipe and other inputs."""
-        results = (self.path / METRICS, self.evaluation("before"), self.evaluation("after"), self.export)
-        folders = [*files.step_folders(self.streams), *files.step_folders(self.checkpoints)]
-        return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
+        """Return True if no start made anything here but copies (``begin_from``): any recipe may follow."""
+        copied = {int(source.rpartition("@")[2]) for source in self.sources}
+        results = [self.evaluation("after"), self.export]
+        results += [] if copied else [self.path / METRICS, self.evaluation("before")]
+        steps = {n + 1 for n, _ in files.step_folders(self.streams)}
+        steps |= {n for n, _ in files.step_folders(self.checkpoints)}
+        return steps <= copied and not any(map(Path.exists, results)) and read_state(self.path).saved is None
 
     def wrote(self, export: Path) -> None:
         """Record the contents of ``export/`` or ``adapter/``."""

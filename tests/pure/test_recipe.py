@@ -18,6 +18,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job, load, parse
+from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
@@ -575,6 +576,26 @@ def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inpu
     RunFolder(other).open(other)
     assert "lr: 1.0" in (tmp_path / "run" / "recipe.yaml").read_text()
     assert not (tmp_path / "run" / "contents.json").exists()
+
+
+def test_a_run_that_has_only_copied_the_step_it_begins_from_takes_another_recipe(tmp_path):
+    source, run = tmp_path / "source", tmp_path / "run"
+    checkpoint = source / "checkpoints/step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "common.pt").touch()
+    checkpoint_folder.write_manifest(checkpoint, checkpoint_folder.describe(checkpoint, ["common.pt"]))
+    (source / "metrics.jsonl").touch()
+    (source / "streams/step-00000001").mkdir(parents=True)
+    recipe, other = (small(run_dir=str(run), model={"path": path}) for path in ("refused", "right"))
+    for each in (recipe, recipe, other):
+        folder = RunFolder(each)
+        folder.begin_from(f"{source}@2", carries=True)
+        folder.open(each).close()
+        assert f"path: {each.model.path}" in folder.recipe.read_text()
+    (run / "streams/step-00000002").mkdir()  # the run's own
+    RunFolder(other).begin_from(f"{source}@2", carries=True)
+    with pytest.raises(RecipeError, match="'right' -> 'refused'"):
+        RunFolder(recipe).check(recipe)
 
 
 def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tmp_path):
