@@ -129,10 +129,10 @@ def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers):
     remote.close()
 
 
-def status(url: str, path: str, key: str | None, body: object = None) -> int:
+def status(url: str, path: str, key: str | None, body: object = None, **headers: str) -> int:
     """Return the status of a server's answer to a POST of ``body``, or to a GET."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    data = None if body is None else json.dumps(body).encode()
+    headers |= {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     try:
         return urllib.request.urlopen(urllib.request.Request(url + path, data, headers)).status
     except urllib.error.HTTPError as error:
@@ -143,13 +143,8 @@ def status(url: str, path: str, key: str | None, body: object = None) -> int:
 def owned(url: str) -> Iterator[Callable[..., int]]:
     """Yield a function that posts to a server as its owner and returns the status."""
 
-    def control(path: str, body: object = None) -> int:
-        headers = {"Content-Type": "application/json", TRAINER: "test", **authorization()}
-        data = b"" if body is None else json.dumps(body).encode()
-        try:
-            return urllib.request.urlopen(urllib.request.Request(url + path, data, headers)).status
-        except urllib.error.HTTPError as error:
-            return error.code
+    def control(path: str, body: object = b"") -> int:
+        return status(url, path, os.environ[KEY], body, **{TRAINER: "test"})
 
     yield control
     control("/disown")

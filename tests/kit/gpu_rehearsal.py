@@ -78,8 +78,7 @@ class _OnMeta(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1:
             return func(*args).replace("torch.meta.", "torch.cuda.")
-        kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if kwargs.get("device") is not None or func in _device_constructors():
             kwargs["device"] = META
         return func(*args, **kwargs)

@@ -4,8 +4,9 @@ On CPUs vLLM's processes poll shared memory without a pause while they wait for 
 class is inspected in a process that imports vLLM once more. On GPUs ranks meet in NCCL, here in gloo. Each
 worker looks through all modules for kernels that it replaces; they are replaced here, once. The ranks of
 log-probs and the experts of groups are found by functions that would be compiled, in 15 s each on a fresh
-machine. torch multiplies fp8 in 30 ns an element, so here another product rounds what it does. An engine sets up its loggers, each of which empties the caches of all: they are set up here as
-``quiet`` has them. The template of a run's page is compiled here, too.
+machine. torch takes 30 ns for each product of two fp8 numbers: here they become float32 first. An engine
+sets up its loggers, each of which empties the caches of all: they are set up here as ``quiet`` has them. The
+template of a run's page is compiled here, too.
 """
 
 import time
@@ -22,13 +23,9 @@ from vllm.v1.sample import sampler
 
 from megatron_eqlen.report import page
 
-
-def scaled_mm(a, b, scale_a, scale_b, out_dtype, bias=None):
-    product = a.float() @ b.float() * scale_a * scale_b
-    return (product if bias is None else product + bias).to(out_dtype)
-
-
-torch._scaled_mm = scaled_mm
+torch._scaled_mm = lambda a, b, scale_a, scale_b, out_dtype, bias=None: (
+    a.float() @ b.float() * scale_a * scale_b + (0 if bias is None else bias)
+).to(out_dtype)
 shm_broadcast.sched_yield = lambda: time.sleep(0.002)
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 sampler.batched_count_greater_than = sampler.batched_count_greater_than._torchdynamo_orig_callable
