@@ -86,7 +86,6 @@ def other_clients(servers: dict[str, Job]) -> Iterator[list[dict]]:
     Yield their answers."""
     kinds = {"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.8}, {"logprobs": 5}, {"seed": 7}
     stop, answered = threading.Event(), []
-
     headers = {"Content-Type": "application/json", **authorization()}
 
     def ask(url: str, params: dict) -> None:
@@ -209,8 +208,7 @@ def test_a_trainer_without_the_secret_says_how_to_give_it(fake, monkeypatch):
 
 @contextmanager
 def frozen(*processes: Job) -> Iterator[Callable[[list[int]], None]]:
-    """Yield a function that freezes processes; at the end all of ``processes`` and their children
-    continue."""
+    """Yield a function that freezes processes; at the end ``processes`` and their children continue."""
     all_of_them = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
 
     def signal_all(pids: list[int], number: int = signal.SIGSTOP) -> None:
