@@ -19,7 +19,7 @@ def servers():
     """Return {url: process}; some tests kill one."""
     started = {}
     for workers, port in enumerate(free_ports(2), 1):
-        kept = {"keep_routes": True, "keep_sampling_mask": True, "top_k": 20}
+        kept = {"keep_routes": True, "keep_sampling_mask": True, "top_k": 20, "max_response_length": 150}
         recipe = server_recipe(["http://unknown"], tensor_parallel=workers, **kept)
         (_, _, _, *flags), environ = server_command(recipe, port, "127.0.0.1")
         command = ("-m", "tests.kit.forked_server", *flags)

@@ -86,7 +86,6 @@ def other_clients(servers: dict[str, Job]) -> Iterator[list[dict]]:
     Yield their answers."""
     kinds = {"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.8}, {"logprobs": 5}, {"seed": 7}
     stop, answered = threading.Event(), []
-
     headers = {"Content-Type": "application/json", **authorization()}
 
     def ask(url: str, params: dict) -> None:
@@ -129,10 +128,10 @@ def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers):
     remote.close()
 
 
-def status(url: str, path: str, key: str | None, body: object = None) -> int:
+def status(url: str, path: str, key: str | None, body: object = None, **headers: str) -> int:
     """Return the status of a server's answer to a POST of ``body``, or to a GET."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    data = None if body is None else json.dumps(body).encode()
+    headers |= {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     try:
         return urllib.request.urlopen(urllib.request.Request(url + path, data, headers)).status
     except urllib.error.HTTPError as error:
@@ -143,13 +142,8 @@ def status(url: str, path: str, key: str | None, body: object = None) -> int:
 def owned(url: str) -> Iterator[Callable[..., int]]:
     """Yield a function that posts to a server as its owner and returns the status."""
 
-    def control(path: str, body: object = None) -> int:
-        headers = {"Content-Type": "application/json", TRAINER: "test", **authorization()}
-        data = b"" if body is None else json.dumps(body).encode()
-        try:
-            return urllib.request.urlopen(urllib.request.Request(url + path, data, headers)).status
-        except urllib.error.HTTPError as error:
-            return error.code
+    def control(path: str, body: object = b"") -> int:
+        return status(url, path, os.environ[KEY], body, **{TRAINER: "test"})
 
     yield control
     control("/disown")
@@ -214,8 +208,7 @@ def test_a_trainer_without_the_secret_says_how_to_give_it(fake, monkeypatch):
 
 @contextmanager
 def frozen(*processes: Job) -> Iterator[Callable[[list[int]], None]]:
-    """Yield a function that freezes processes; at the end all of ``processes`` and their children
-    continue."""
+    """Yield a function that freezes processes; at the end ``processes`` and their children continue."""
     all_of_them = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
 
     def signal_all(pids: list[int], number: int = signal.SIGSTOP) -> None:

@@ -26,9 +26,10 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 META = torch.device("meta")
-STAY = ("cpu", "cuda", "pin_memory")
+STAY = {torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin_memory}
 """Methods that copy a tensor to another device."""
 
 
@@ -73,13 +74,12 @@ class _OnMeta(TorchFunctionMode):
     """All devices are meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") in STAY:
+        if func in STAY:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1:
             return func(*args).replace("torch.meta.", "torch.cuda.")
-        kwargs.pop("pin_memory", None)
-        if kwargs.get("device") is not None:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if kwargs.get("device") is not None or func in _device_constructors():
             kwargs["device"] = META
         return func(*args, **kwargs)
 
@@ -110,7 +110,7 @@ def trainer(job: Any, rank: int) -> dict[str, Any]:
 
     recipe = job.recipe
     dtype, adapts = getattr(torch, recipe.model.dtype), recipe.lora.rank > 0
-    with world(recipe, rank), META, _OnMeta():
+    with world(recipe, rank), _OnMeta():
         chunks = build_model(job.model, recipe.parallel, dtype, separate_norms=adapts, **job.megatron.model)
         if adapts:
             add_adapters(chunks, recipe.lora, 1)

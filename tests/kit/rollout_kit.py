@@ -69,7 +69,7 @@ def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> Colocate
 
 def server_recipe(urls: list[str], **over) -> Recipe:
     """Return the recipe of a tiny model that is served at ``urls``."""
-    rollout = {"max_response_length": 150, "max_num_seqs": 16, "kv_cache_gib": 0.02}
+    rollout = {"max_response_length": 80, "max_num_seqs": 16, "kv_cache_gib": 0.02}
     rollout |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     return parse(
         {
