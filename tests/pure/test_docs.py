@@ -94,6 +94,8 @@ def missing_commands(file: Path, text: str) -> Iterator[str]:
                 held = (ROOT / CONVERT).read_text() if name == "convert" else choices[name].format_help()
                 known = HELD.findall(held)
                 yield from (f"eqlen {name} {each}" for each in OPTION.findall(rest) if each not in known)
+            if name == "evaluate" and re.match(r"\s+\S+\.yaml\b", rest) and "--out" not in rest:
+                yield f"eqlen {name}{rest}: a recipe has no default for --out"
         for script, rest in SCRIPT.findall(code):
             known = HELD.findall("".join(map(Path.read_text, sources(script))))
             yield from (f"{script} {option}" for option in OPTION.findall(rest) if option not in known)
@@ -159,6 +161,7 @@ def test_a_text_names_nothing_that_is_not_there(missing: Callable[[Path, str], I
     (missing_commands, "```\neqlen trane R  # eqlen nothing\n.venv/bin/eqlen train R\n```", 1),
     (missing_commands, "`eqlen train R --no`, `tools/bench.py trees --no`, `tools/setup gpu --no`", 3),
     (missing_commands, "`eqlen submit R --servers 2 -- --mem=0`, `tools/bench.py trees --pairs 6`", 0),
+    (missing_commands, "`eqlen evaluate a.yaml --model M`, `eqlen evaluate a.yaml --out b`", 1),
     (missing_files, "`tools/nothing`, `recipes/qwen3_32b.yaml`, `slurm/nothing.sbatch x`", 2),
     (missing_files, "`objectives/nothing.py`, `registry.py`, `dialogues/`, `objectives/`, `gone.py`", 3),
     (missing_keys, "`rollout.nothing: 1`, `rollout.top_k`, `data.sources[].reader`, `report.html`", 1),
