@@ -16,6 +16,7 @@ from megatron_eqlen.evaluation.result import read_results
 from megatron_eqlen.job import load
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes.run_state import read_state
+from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.record.arrow_log import batches
 from megatron_eqlen.record.format import SEGMENTS
 from megatron_eqlen.record.reader import read_step
@@ -329,6 +330,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained
     assert f"{data}: damaged: expected crc32" in said
     assert "step-00000002: the run continues from this checkpoint" in said
     assert column(folder, "step") == [1, 2, 3, 4]
+    assert load_run(folder).steps == 4, "the recipe that it follows now"
     for name in ("loss/total", "train/grad_norm", "reward/mean"):
         assert column(folder, name)[:3] == column(trained, name), "step 3 is taken again on its own rollouts"
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [

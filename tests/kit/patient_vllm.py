@@ -2,11 +2,11 @@
 
 On CPUs vLLM's processes poll shared memory without a pause while they wait for each other, and a model's
 class is inspected in a process that imports vLLM once more. On GPUs ranks meet in NCCL, here in gloo. Each
-worker looks through all modules for kernels that it replaces; they are replaced here, once. Ranks of log-
-probs, experts of groups and a worker's share of tokens are found by functions that would be compiled, in 15
-s each on a fresh machine. torch takes 30 ns for each product of two fp8 numbers: here they become float32
-first. An engine sets up its loggers, each of which empties the caches of all: they are set up here as
-``quiet`` has them. The template of a run's page is compiled here, too.
+worker looks through all modules for kernels that it replaces; they are replaced here, once. The ranks of
+log-probs, the experts of groups and a worker's share of tokens are found by functions that would be
+compiled, in 15 s each on a fresh machine. torch takes 30 ns for each product of two fp8 numbers: here they
+become float32 first. An engine sets up its loggers, each of which empties the caches of all: they are set
+up here as ``quiet`` has them. The template of a run's page is compiled here, too.
 """
 
 import time
