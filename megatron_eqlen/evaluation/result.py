@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class EvaluationResult:
     answers: list[Answers]
     manifest: dict[str, Any]
     """The subject of the evaluation: files, questions, grader, sampling, model."""
+    file: Path | None = field(default=None, compare=False)
+    """The file it was read from."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -163,8 +165,10 @@ def shared_questions(results: list[EvaluationResult]) -> list[EvaluationResult]:
     same_files = all(each.manifest.get("sha256") == results[0].manifest.get("sha256") for each in results)
     if len(shared) < (SHARED if same_files else 1) * max(map(len, by_id)):
         alone = next(name for of in by_id for name in of if name not in shared)
+        files = {alone in of: result.file for result, of in zip(results, by_id, strict=True)}
         raise ValueError(
-            f"{results[0].benchmark}: the results are of different questions: {alone} is not in all"
+            f"{results[0].benchmark}: the results are of different questions: {alone} is in {files[True]} "
+            f"and not in {files[False]}"
         )
     return [replace(r, answers=[of[name] for name in shared]) for r, of in zip(results, by_id, strict=True)]
 
@@ -174,7 +178,8 @@ def write_results(path: Path, results: list[EvaluationResult]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # The interval is written, too: a reader need not draw 10,000 bootstrap samples again.
     summaries = [{"intervals": [asdict(result.accuracy)]} | result.metrics() for result in results]
-    write_json(path, [asdict(r) | {"summary": s} for r, s in zip(results, summaries, strict=True)])
+    records = [asdict(result) | {"summary": s} for result, s in zip(results, summaries, strict=True)]
+    write_json(path, [{key: of[key] for key in of if key != "file"} for of in records])
 
 
 def read_results(path: Path) -> list[EvaluationResult]:
@@ -184,7 +189,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
         first, *others = read_json(path)
         for record in (first, *others):
             answers = TypeAdapter(list[Answers]).validate_python(record["answers"])
-            result = EvaluationResult(record["benchmark"], answers, record["manifest"])
+            result = EvaluationResult(record["benchmark"], answers, record["manifest"], path)
             # Fills the cached property.
             vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
             results.append(result)

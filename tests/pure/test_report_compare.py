@@ -173,9 +173,11 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert "to differ in their seed, found 0 twice" in capsys.readouterr().err
     assert cli.main(["compare", str(tmp_path / "a"), "--baseline", "dapo"]) == 2
     assert "--baseline: expected one of base, eqlen-grpo, found 'dapo'" in capsys.readouterr().err
-    make_run(tmp_path / "a", 1, 16, questions="other")
+    first, other = (make_run(tmp_path / "a", seed, 16, questions=name) for seed, name in ((0, "q"), (1, "r")))
     assert cli.main(["compare", str(tmp_path / "a")]) == 2
-    assert "aime25: the results are of different questions" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "aime25: the results are of different questions" in error
+    assert f"q0 is in {first}/evaluation/before.json and not in {other}/evaluation/before.json" in error
 
 
 def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
