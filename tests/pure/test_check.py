@@ -337,6 +337,18 @@ def test_prompts_are_made_and_answers_to_them_graded(trained):
     assert software.rewards(place) == graded
 
 
+def test_answers_that_an_environment_grades_are_no_doubt_of_the_datas_grader(trained):
+    place = trained(f"environment.name={__name__}:Echo", 'data.instruction="Answer: X"')
+    assert place.prompts
+    graded = software.rewards(place)
+    assert graded.state == "ok"
+    assert graded.text.startswith(f"asked where {__name__}:Echo leaves the grade to them: rows (math): ")
+    place = trained("environment.name=python", 'data.instruction="Answer: X"')
+    assert place.prompts
+    read = software.rewards(place)
+    assert (read.state, "the prompt asks for Answer: ..., the grader" in read.text) == ("failed", True)
+
+
 def test_a_marker_that_no_response_can_contain_is_found(trained):
     marker = "tree_sampling={fork: marker, marker: <|im_end|>}"
     with pytest.raises(ValueError, match=r"marker: '<\|im_end\|>': expected text that a response can "):
