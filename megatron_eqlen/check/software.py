@@ -14,7 +14,7 @@ from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source, read_problems
-from megatron_eqlen.environments.conversation import Turn, closed
+from megatron_eqlen.environments.conversation import Turn, closed, forked
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.environments.load import conversations, environment_class
 from megatron_eqlen.environments.workspace import require_templates
@@ -120,7 +120,7 @@ def environment(place: Place) -> Finding | None:
             played = once.answer(None, prompt, recipe.seed, [turn])
             # Sampling forks it by a copy: an error in that shows here, not in a step.
             if played.environment.copies:
-                closed(played.environment.fork())
+                closed(forked(played.environment))
             closed(played.environment)
             detail = f" ({played.grade.detail[-200:]!r})" if played.grade and played.grade.detail else ""
             graded.append(f"{played.grade.reward:g}{detail}" if played.grade else f"left to {prompt.grader}")

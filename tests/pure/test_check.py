@@ -73,6 +73,11 @@ class Echo(Environment):
         return 0.5
 
 
+class Alone(Echo):
+    def fork(self):
+        return None
+
+
 class Deaf(Echo):
     def step(self, message):
         return message
@@ -358,6 +363,7 @@ def test_a_marker_that_no_response_can_contain_is_found(trained):
 @pytest.mark.parametrize(("settings", "told"), [
     ([f"environment.name={__name__}:Echo"], "Echo answers 'Hello.'; rewards: 0.5"),
     ([f"environment.name={__name__}:Deaf"], "expected an Observation"),
+    ([f"environment.name={__name__}:Alone"], "Alone.fork: expected an Environment, found 'None'"),
     (["environment.name=workspace", "environment.options={template: ., test: echo no pytest; false}"],
      r"rewards: 0 ('no pytest\n(exit status 1)')"),
 ])  # fmt: skip
