@@ -14,8 +14,9 @@ from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source, read_problems
-from megatron_eqlen.environments.conversation import Turn, closed
-from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.environments.conversation import Turn, closed, forked
+from megatron_eqlen.environments.environment import Environment
+from megatron_eqlen.environments.load import conversations, environment_class
 from megatron_eqlen.environments.workspace import require_templates
 from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, commands_refused, find_python, offered_isolation
 from megatron_eqlen.hf.folder import HFFolder, check_folder
@@ -91,9 +92,11 @@ def rewards(place: Place) -> Finding | None:
     if not first:
         return None
     text = "; ".join(map(str, first))
+    # the check "environment" shows what that gives
+    if recipe.environment.name and environment_class(recipe).grade is not Environment.grade:
+        return Finding("ok", f"asked where {recipe.environment.name} leaves the grade to them: {text}")
     if any(each.cause for each in first):
         ours = any(each.cause and each.grader in READ for each in first)
-        ours = ours and not recipe.environment.name  # an environment grades before them
         return Finding("failed" if ours else "doubt", text)
     if any(each.lowest < 0 for each in first):
         return Finding("doubt", f"{text}; a truncated response gets 0, more than the lowest of these")
@@ -117,7 +120,7 @@ def environment(place: Place) -> Finding | None:
             played = once.answer(None, prompt, recipe.seed, [turn])
             # Sampling forks it by a copy: an error in that shows here, not in a step.
             if played.environment.copies:
-                closed(played.environment.fork())
+                closed(forked(played.environment))
             closed(played.environment)
             detail = f" ({played.grade.detail[-200:]!r})" if played.grade and played.grade.detail else ""
             graded.append(f"{played.grade.reward:g}{detail}" if played.grade else f"left to {prompt.grader}")

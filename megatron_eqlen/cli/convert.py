@@ -34,6 +34,8 @@ def main(direction: str, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     sizes = {part: getattr(args, part) for part in PARTS}
     alone = max(sizes.values()) == 1
+    if wrong := [part for part in PARTS if sizes[part] < 1]:
+        parser.error(f"--{wrong[0]}: expected a number from 1 on, found {sizes[wrong[0]]}")
     if not alone and args.verify == "logits":
         parser.error("--verify logits runs whole models, in one process")
     if args.verify and getattr(args, "adapter", False):

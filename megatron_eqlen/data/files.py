@@ -185,8 +185,21 @@ def _read_parquet(file: Path, columns: list[str], optional: list[str] | None) ->
                 raise ValueError(f"{file}: expected each column once, found {twice} more than once")
             for batch in parquet.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 batch.validate(full=True)  # texts in UTF-8
+                has_bytes = optional is not None and "binary" in str(batch.schema)
                 for record in batch.to_pylist():
-                    yield record
+                    yield _decoded(record, f"{file}: row {row}") if has_bytes else record
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file}: row {row} or after: expected parquet data, found: {error}") from None
+
+
+def _decoded(value: Any, where: str) -> Any:
+    """Return plain data with bytes as the texts that some writers keep so. Raises ValueError for others."""
+    if isinstance(value, dict):
+        return {name: _decoded(each, f"{where}: {name}") for name, each in value.items()}
+    if isinstance(value, list):
+        return [_decoded(each, where) for each in value]
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: expected text in UTF-8, found the bytes {value[:20]!r}") from None

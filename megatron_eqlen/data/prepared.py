@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_eqlen.data.rows import Problem, Tally
+from megatron_eqlen.data.rows import Problem
 from megatron_eqlen.files import replaced
 from megatron_eqlen.graders.code.tests import VERSION as CODE_TESTS_VERSION
 
@@ -105,11 +105,6 @@ def _problem(row: dict[str, Any]) -> Problem:
     messages = row.get("messages")
     values: dict[str, Any] = row | {"messages": tuple(messages) if messages else None}
     return Problem(**values)
-
-
-def read(path: Path, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of a prepared file in order. None is left out, so ``tally`` stays as it is."""
-    return iter(PreparedRows(path))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from megatron_eqlen.data import jsonl, livecodebench, prepared
 from megatron_eqlen.data.files import refuse_half_pairs
 from megatron_eqlen.data.filters import filter_rows
 from megatron_eqlen.data.rows import Problem, Tally
+from megatron_eqlen.hf.dataset_files import missing_shards
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.recipe.plugins import load_object
@@ -25,7 +26,7 @@ Reader = Callable[[Path, Tally], Iterable[Problem]]
 PLAIN_READERS: Mapping[str, Reader] = dict.fromkeys(ANY_COLUMNS, jsonl.read) | {
     "aime25": jsonl.read_aime,
     "aime26": jsonl.read_aime,
-    "prepared": prepared.read,
+    "prepared": lambda path, tally: prepared.PreparedRows(path),
 }
 
 
@@ -80,6 +81,12 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterable[Pro
     if section.reader in ANY_COLUMNS:
         reader = partial(reader, columns=section.columns, grader=section.grader)
     files, path = data_files(section), local_path(section)
+    names = (file.relative_to(path).as_posix() for file in files or path.rglob("*"))
+    if missing := missing_shards(names):
+        text = f"not there: {', '.join(missing[:5])}, which the names of other files count"
+        if isinstance(section, BenchmarkRecipe):
+            raise ValueError(f"benchmark {section.name}: {path}: {text}")
+        tally.note(text)
     if files is None:
         return reader(path, tally)
     return (

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Real
@@ -121,8 +121,10 @@ class Conversations:
         """Return the environment's observation of a turn, and its tokens; none where the response has ended.
         Raises TypeError for no observation, ValueError if one lacks tokens: two turns would be one."""
         observation = environment.step(self.read(turn.generated))
-        if not isinstance(observation, Observation) or not isinstance(observation.content, str):
-            raise _wrong(environment, "step", "an Observation whose content is a str", observation)
+        is_one = isinstance(observation, Observation) and isinstance(observation.content, str)
+        if not is_one or not all(isinstance(each, Mapping) for each in observation.messages):
+            expected = "an Observation whose content is a str, and whose messages are records"
+            raise _wrong(environment, "step", expected, observation)
         given = [] if observation.done else self.write(observation)
         if not given and not observation.done:
             expected = "an Observation that the chat template writes as tokens"
@@ -157,6 +159,13 @@ def _save(environment: Environment, file: Path) -> None:
         partial.replace(file)
 
 
+def forked(environment: Environment) -> Environment:
+    """Return a copy of an environment. Raises TypeError for what is none."""
+    if not isinstance(copied := environment.fork(), Environment):
+        raise _wrong(environment, "fork", "an Environment", copied)
+    return copied
+
+
 def closed(environment: Environment) -> None:
     """Give up an environment, however that ends: nothing depends on it."""
     with contextlib.suppress(Exception):
@@ -172,6 +181,7 @@ def _grade(environment: Environment) -> Grade | None:
     if isinstance(grade, Grade):
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
         return replace(grade, **{name: text and encodable(str(text)) for name, text in texts.items()})
+    grade = getattr(grade, "tolist", lambda: grade)()  # of NumPy or PyTorch
     if not isinstance(grade, Real) or not math.isfinite(grade):
         raise _wrong(environment, "grade", "a finite number, a Grade or None", grade)
     return Grade(float(grade), "scored", None, type(environment).__name__)

@@ -43,6 +43,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
 }  # fmt: skip
 """Values that a request may have; all other keys are ignored."""
+MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "eqlen"}]}
 USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)  # not known here
 
 
@@ -274,11 +275,16 @@ class Endpoint:
                     self.end_headers()
                     self.wfile.write(sent)
 
+            do_GET = do_POST
+
             def answer(self) -> Reply:
                 """Return the answer to a request; the connection ends where its body is not read."""
-                known = outer.episode(self.path)
+                asks_models = self.command == "GET"
+                known = outer.episode(self.path, "models" if asks_models else "chat/completions")
                 if isinstance(known, Episode):
                     outer.strangers.pop(self.connection, None)
+                    if asks_models:
+                        return _reply(200, MODELS)
                     length = self.headers.get("Content-Length", "")
                     if re.fullmatch("[0-9]{1,9}", length) and int(length) <= LONGEST:
                         return outer.reply(known, self.rfile.read(int(length)))
@@ -319,12 +325,12 @@ class Endpoint:
         self.episodes[episode.key] = episode
         return f"http://127.0.0.1:{self._server.server_port}/rollout/{episode.key}/v1"
 
-    def episode(self, path: str) -> Episode | Reply:
-        """Return the episode that a request is for, or the answer if there is none."""
+    def episode(self, path: str, place: str) -> Episode | Reply:
+        """Return the episode that a request for ``place`` is for, or the answer if there is none."""
         # ``/rollout/KEY/v1/chat/completions``
-        _, rollout, key, *rest = [*path.split("/"), "", ""]
-        if rollout != "rollout" or rest[:3] != ["v1", "chat", "completions"]:
-            return _error(404, f"expected .../v1/chat/completions, found {path:.200}")
+        _, rollout, key, below = [*path.split("/", 3), "", "", ""][:4]
+        if rollout != "rollout" or below.rstrip("/") != f"v1/{place}":
+            return _error(404, f"expected .../v1/{place}, found {path:.200}")
         return self.episodes.get(key) or _error(404, "the rollout has ended")
 
     def reply(self, episode: Episode, body: bytes) -> Reply:

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.engines.protocol import EngineError
-from megatron_eqlen.environments.conversation import Answer, Conversations, closed, turns_of
+from megatron_eqlen.environments.conversation import Answer, Conversations, closed, forked, turns_of
 from megatron_eqlen.environments.environment import Environment, LostError
 from megatron_eqlen.processes.failures import name_of, text_of
 from megatron_eqlen.sampling.harvester import Harvester
@@ -176,7 +176,7 @@ class Dialogues:
                     if isinstance(self.fork_error, TimeoutError):  # once is enough
                         break
                     try:
-                        made = _within(self.timeout, lambda of=state.environment: Answer(of.fork()))
+                        made = _within(self.timeout, lambda of=state.environment: Answer(forked(of)))
                         made.environment.forked_as = track.forks
                         states[track.number] = _State(made.environment, track, turns)
                         self.counts["copies"] += 1

@@ -5,7 +5,7 @@ them (``configs`` in the head of README.md), or else their names do: ``data/trai
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +21,7 @@ KEYWORDS = {
 """Words in a file's path that name its split."""
 
 # ``train-00000-of-00010.parquet``
-_SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}\b.*")
+_SHARD = re.compile(r"((?:.*/)?(\w+))-(\d{5})-of-(\d{5})\b.*")
 # ``---``, YAML, ``---`` at the beginning of README.md.
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 
@@ -94,11 +94,20 @@ def _card_entry(card: Mapping[str, Any], config: str | None) -> Mapping[str, Any
 
 def split_of(name: str) -> str:
     """Return the split that a file belongs to, by its name."""
-    if shard := _SHARD.fullmatch(PurePosixPath(name).name):
-        return shard[1]
+    if shard := _SHARD.fullmatch(name):
+        return shard[2]
     # ``data/train/part-1.jsonl``: data, train, part, jsonl.
     words = re.split(r"[^a-z]+", name.lower())
     return next((split for split, known in KEYWORDS.items() if set(known) & set(words)), "train")
+
+
+def missing_shards(names: Iterable[str]) -> list[str]:
+    """Return the files that are not among ``names``, where these count them: ``train-00001-of-00002``."""
+    there = {shard.group(1, 4, 3) for shard in map(_SHARD.fullmatch, names) if shard}
+    # the last of those that are counted from 1 on has the number of all
+    counts = {(name, count) for name, count, _ in there if (name, count, count) not in there}
+    whole = {(*each, f"{number:05}") for each in counts for number in range(int(each[1]))}
+    return [f"{name}-{number}-of-{count}" for name, count, number in sorted(whole - there)]
 
 
 def _matching(names: Sequence[str], patterns: str | Sequence[str], folder: str | None) -> list[str]:

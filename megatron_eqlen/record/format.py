@@ -223,7 +223,7 @@ class Assembly:
     """Columns that are left out."""
     prompts: dict[str, Prompt] = field(default_factory=dict)
     rollouts: dict[RolloutKey, Rollout] = field(default_factory=dict)
-    """Rollouts with an end; of two with one key the first."""
+    """Rollouts with an end; of two with one key the last, which a later attempt has generated again."""
     generated_tokens: dict[RolloutKey, int] = field(default_factory=dict)
     """Tokens that were generated for each rollout, where known."""
     tracks: dict[RolloutKey, dict[int, Tokens]] = field(default_factory=dict)
@@ -259,8 +259,8 @@ class Assembly:
                     row["outcome"],
                     self.contexts.pop(key, None),
                 )
-                self.rollouts.setdefault(key, rollout)
-                self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
+                self.rollouts[key] = rollout
+                self.generated_tokens[key] = row["generated_tokens"] or 0
             case _:
                 # a part, whatever its role: it waits for the end of its rollout
                 self._open.setdefault(key, []).append(self._part(row))

@@ -274,12 +274,14 @@ def read_grades(
         for batch in batches(path, GRADES, None if teacher else names):
             rows = batch.select(names).to_pylist()
             keys: list[GradeKey] = [tuple(row.pop(name) for name in KEY) for row in rows]
+            again = {key[:2] for key in keys}
+            grades = {key: grade for key, grade in grades.items() if key[:2] not in again}
             for key, row in zip(keys, rows, strict=True):
-                # without a verdict the row holds the teacher's column alone; of two attempts the first counts
+                # without a verdict the row holds the teacher's column alone; of two attempts the last counts
                 if row["verdict"] is not None:
-                    grades.setdefault(key, Grade(**row | {"rewards": dict(row["rewards"])}))
+                    grades[key] = Grade(**row | {"rewards": dict(row["rewards"])})
             if teacher:
-                taught = dict(zip(keys, cells(batch[TEACHER.name]), strict=True)) | taught
+                taught |= dict(zip(keys, cells(batch[TEACHER.name]), strict=True))
     return grades, taught
 
 

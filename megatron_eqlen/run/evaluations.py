@@ -112,7 +112,7 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
     if len(rows) > 1:
         mean = 100 * (sum(result.accuracy.mean for result in results) / len(results))
         rows.append({"Benchmark": "mean", f"avg@{k}": f"{mean:.1f}%", "Rank-seconds": f"{rank_seconds:,.0f}"})
-    parts = [model, markdown_rows(rows), "Rank-seconds: a rank has one GPU."]
+    parts = [model, markdown_rows(rows), "Rank-seconds: a rank is a process, with at most one GPU."]
     released = model_release(model)
     # both are ISO dates, which compare as texts
     days = {result.benchmark: day for result in results if (day := _public_since(result))}

@@ -110,7 +110,7 @@ class RunFolder:
         """Make the folder for ``recipe`` and lock it until this process ends. Raises RecipeError if it
         belongs to another recipe, HeldError if another run holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.check(recipe)
+        self.check(recipe, begins=False)
         self.hold = Hold(self.path, origin())
         # an earlier start made nothing here: recipe and inputs may have changed since
         if self.is_empty():
@@ -221,10 +221,14 @@ class RunFolder:
         for export in filter(Path.exists, (self.export, self.adapter)):
             export.rename(files.unused(self.path / f"{export.name}-{label}"))
 
-    def check(self, recipe: Recipe, writes: bool = True) -> None:
-        """Raise RecipeError if another recipe's run is in the folder, OSError if it ``writes`` and cannot."""
+    def check(self, recipe: Recipe, writes: bool = True, begins: bool = True) -> None:
+        """Raise RecipeError if another recipe's run is in the folder, or the folder of a run that ``begins``
+        in another run's, OSError if it ``writes`` and cannot."""
         if writes:
             files.refuse_unwritable(self.path)
+        # a probe trains in a folder of its run
+        if begins and not self.recipe.exists() and (run := _run_around(self.path / "..")):
+            raise RecipeError(f"run_dir: expected a folder outside of other runs, found {self.path} in {run}")
         has_begun = self.recipe.exists() and not self.is_empty()
         if has_begun and (changed := _changed(self.recipe, recipe)):
             remedy = "its own folder with name=... or run_dir=..., or its method in a sweep another name"
@@ -236,13 +240,8 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
     """Raise ValueError unless ``out`` is new, has no rollouts, or has those of a harvest of ``recipe``."""
     other = "choose another --out"
     files.refuse_unwritable(out)
-    # the real path, since a link may lead into the folder of a run
-    here = Path(os.path.realpath(out))
-    for folder in (here, *here.parents):
-        if (folder / RECIPE).is_file() and (
-            (folder / METRICS).exists() or any(event["kind"] != "harvest" for event in events.read(folder))
-        ):
-            raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
+    if run := _run_around(out):
+        raise ValueError(f"--out {out}: expected a folder of its own, found the run {run}; {other}")
     recorded = [path.name for _, path in files.step_folders(out)]
     # an earlier harvest recorded nothing: this one may read other inputs
     if not recorded and (out / RECIPE).is_file():
@@ -251,6 +250,18 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
         raise ValueError(f"--out {out}: expected a new folder, found {recorded[0]} without {RECIPE}; {other}")
     if recorded and (changed := _changed(out / RECIPE, recipe)):
         raise ValueError(f"--out {out}: holds a harvest with another recipe ({changed}); {other}")
+
+
+def _run_around(folder: Path) -> Path | None:
+    """Return the run whose folder ``folder`` is or lies in, if any."""
+    # the real path, since a link may lead into the folder of a run
+    here = Path(os.path.realpath(folder))
+    for each in (here, *here.parents):
+        if (each / RECIPE).is_file() and (
+            (each / METRICS).exists() or any(event["kind"] != "harvest" for event in events.read(each))
+        ):
+            return each
+    return None
 
 
 def _changed(file: Path, recipe: Recipe) -> str:

@@ -444,6 +444,17 @@ def test_a_body_whose_length_is_unknown_or_too_long_is_not_read(opened, length, 
     assert capfd.readouterr().err == ""
 
 
+def test_an_agent_may_ask_which_models_there_are(opened):
+    endpoint, port, _ = opened
+    (key,) = endpoint.episodes
+    models = client(f"http://127.0.0.1:{port}/rollout/{key}/v1").models
+    assert [model.id for model in models.list()] == ["policy"]
+    with pytest.raises(openai.NotFoundError, match="v1/models, found"):
+        models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match="the rollout has ended"):
+        client(f"http://127.0.0.1:{port}/rollout/x/v1").models.list()
+
+
 def test_who_has_no_key_is_refused_before_the_body_and_keeps_no_thread(opened, monkeypatch):
     endpoint, port, status = opened
     assert status("Content-Length: 400000000", path="/rollout/x/v1/chat/completions") == 404

@@ -73,6 +73,11 @@ class Echo(Environment):
         return 0.5
 
 
+class Alone(Echo):
+    def fork(self):
+        return None
+
+
 class Deaf(Echo):
     def step(self, message):
         return message
@@ -337,6 +342,18 @@ def test_prompts_are_made_and_answers_to_them_graded(trained):
     assert software.rewards(place) == graded
 
 
+def test_answers_that_an_environment_grades_are_no_doubt_of_the_datas_grader(trained):
+    place = trained(f"environment.name={__name__}:Echo", 'data.instruction="Answer: X"')
+    assert place.prompts
+    graded = software.rewards(place)
+    assert graded.state == "ok"
+    assert graded.text.startswith(f"asked where {__name__}:Echo leaves the grade to them: rows (math): ")
+    place = trained("environment.name=python", 'data.instruction="Answer: X"')
+    assert place.prompts
+    read = software.rewards(place)
+    assert (read.state, "the prompt asks for Answer: ..., the grader" in read.text) == ("failed", True)
+
+
 def test_a_marker_that_no_response_can_contain_is_found(trained):
     marker = "tree_sampling={fork: marker, marker: <|im_end|>}"
     with pytest.raises(ValueError, match=r"marker: '<\|im_end\|>': expected text that a response can "):
@@ -346,6 +363,7 @@ def test_a_marker_that_no_response_can_contain_is_found(trained):
 @pytest.mark.parametrize(("settings", "told"), [
     ([f"environment.name={__name__}:Echo"], "Echo answers 'Hello.'; rewards: 0.5"),
     ([f"environment.name={__name__}:Deaf"], "expected an Observation"),
+    ([f"environment.name={__name__}:Alone"], "Alone.fork: expected an Environment, found 'None'"),
     (["environment.name=workspace", "environment.options={template: ., test: echo no pytest; false}"],
      r"rewards: 0 ('no pytest\n(exit status 1)')"),
 ])  # fmt: skip

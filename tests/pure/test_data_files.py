@@ -15,7 +15,10 @@ import pytest
 from megatron_eqlen.data import jsonl, livecodebench
 from megatron_eqlen.data.files import parse_json, read_records
 from megatron_eqlen.data.rows import BadRow, Tally
-from megatron_eqlen.data.sources import PLAIN_READERS
+from megatron_eqlen.data.sources import PLAIN_READERS, open_source, read_problems
+from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
+from megatron_eqlen.rewards.functions import RewardFunction
+from megatron_eqlen.types import Prompt
 
 GOOD = b'{"question": "What is 1 + 1?", "answer": 2}\n'
 
@@ -114,6 +117,41 @@ def test_bytes_in_a_parquet_text_are_named_with_their_row(tmp_path):
     pq.write_table(pa.table({"question": column, "final_answer": answers, "difficulty": difficulty}), file)
     with pytest.raises(ValueError, match=r"train-0\.parquet: row 256 or after: .* Invalid UTF8 sequence"):
         list(PLAIN_READERS["deepmath"](file, Tally()))
+
+
+def answered(completion, answer, unit, extra_info):
+    return float((completion, unit, extra_info) == (answer, "m", {"index": ["m"]}))
+
+
+def test_texts_of_a_parquet_file_may_be_bytes_in_utf_8_and_no_others(tmp_path):
+    columns = {"question": [b"a\xc3\xa9", b"b"], "answer": [b"7", b"8"], "image": [b"\x89PNG"] * 2}
+    columns |= {"extra_info": [{"index": [b"m"]}] * 2, "unit": [b"m", b"\xff"]}
+    pq.write_table(pa.table(columns), file := tmp_path / "train.parquet")
+    rows = [*jsonl.read(file, Tally())]
+    assert [(row.question, row.gold) for row in rows] == [("a\xe9", "7"), ("b", "8")]
+    rows = jsonl.read(file, Tally(), grader=(name := f"{__name__}:answered"))
+    prompt = Prompt("b", [1], "a", name, next(rows).gold, "sums")
+    assert RewardFunction(name, "grader").grade(prompt, "7").reward == 1.0
+    wrong = rf"^{file}: row 1: unit: expected text in UTF-8, found the bytes b'\\xff'$"
+    with pytest.raises(ValueError, match=wrong):
+        next(rows)
+
+
+def test_a_folder_that_lacks_files_which_the_others_names_count_is_told_and_no_benchmark(tmp_path):
+    for number in (0, 1, 3):
+        (tmp_path / f"train-0000{number}-of-00004-ab{number}.jsonl").write_bytes(
+            b'{"question": "%d + 0?", "answer": %d}\n' % (number, number)
+        )
+    for split in (None, "train"):
+        tally = Tally()
+        source = SourceRecipe(name="sums", path=str(tmp_path), split=split)
+        assert len(open_source(source, tally)) == 3
+        assert tally.notes == ["not there: train-00002-of-00004, which the names of other files count"]
+    with pytest.raises(ValueError, match=r"^benchmark sums: .*: not there: train-00002-of-00004"):
+        read_problems(BenchmarkRecipe(name="sums", path=str(tmp_path)), Tally())
+    (tmp_path / "train-00002-of-00004-ab2.jsonl").write_bytes(GOOD)
+    open_source(source, whole := Tally())
+    assert whole.notes == []
 
 
 def test_a_column_that_stands_twice_is_refused(tmp_path):

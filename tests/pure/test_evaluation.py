@@ -361,7 +361,7 @@ def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_th
         manifest = {"model": "org/Qwen3-4B", "benchmark": {"reader": reader}, "rollout": SAMPLED}
         answers = [replace(each, lengths=[length, length]) for each in result.answers]
         results.append(replace(result, benchmark=reader, answers=answers, manifest=manifest))
-    model, table, _, note = leaderboard(results, rank_seconds=80.0).split("\n\n")
+    model, table, unit, note = leaderboard(results, rank_seconds=80.0).split("\n\n")
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     assert model == "org/Qwen3-4B"
     assert head[2:5] + head[6:8] == ["avg@2", "pass@2", "Tokens an answer", "Rank-seconds", "Public since"]
@@ -371,6 +371,7 @@ def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_th
         ["jsonl", "2", "50.0%", "4,000", "40", "–"],
         ["mean", "–", "–", "–", "80", "–"],
     ]
+    assert unit == "Rank-seconds: a rank is a process, with at most one GPU."
     assert note == "aime25: public before the model (2025-04-29), which may have trained on it."
 
 

@@ -528,6 +528,7 @@ REFUSED = [
     ("train {large} --sed=3", "train: unrecognized arguments: --sed=3\n"),
     ("report run a=b", "report: unrecognized arguments: a=b\n"),
     ("sweep s.yaml --jobs 0", "argument --jobs: expected a number from 1 on, found '0'\n"),
+    ("convert hf-to-megatron a b --tensor 0", "error: --tensor: expected a number from 1 on, found 0\n"),
     ("train {tiny} --steps 3", " arguments: --steps 3 (a recipe key is given without dashes: steps=3)\n"),
     ("train {tiny} --optimizer.lr=1e-5", " (a recipe key is given without dashes: optimizer.lr=1e-5)\n"),
     ("train {tiny} --group-size --dry-run", " (a recipe key is given without dashes: group_size=VALUE)\n"),
@@ -565,6 +566,21 @@ def test_a_run_folder_belongs_to_one_recipe(tmp_path):
         with pytest.raises(RecipeError, match=r"optimizer.lr: 1e-06 -> 1.0"):
             RunFolder(other).check(other)
         (tmp_path / "run" / made).rmdir()
+
+
+def test_a_run_does_not_begin_in_the_folder_of_another(tmp_path):
+    run = tmp_path / "run"
+    RunFolder(first := small(run_dir=str(run))).open(first)
+    (tmp_path / "link").symlink_to(run / "streams")
+    for inside in (run / "streams", run / "streams/new", tmp_path / "link", tmp_path / "link/new"):
+        recipe = small(run_dir=str(inside))
+        with pytest.raises(RecipeError, match=rf"^run_dir: .*, found {inside} in {run}$"):
+            RunFolder(recipe).check(recipe)
+    beside = small(run_dir=str(tmp_path / "other"))
+    RunFolder(beside).check(beside)
+    within = small(run_dir=str(run / "probes/step-00000001/weights"))  # a probe's
+    RunFolder(within).open(within)
+    RunFolder(within).check(within)
 
 
 def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inputs(tmp_path):

@@ -109,6 +109,22 @@ def test_every_attempt_at_a_step_has_a_file_of_its_own(tmp_path):
     assert read_step(tmp_path, {"q", "t"}) == [EMPTY, TREE]
 
 
+def test_a_rollout_that_a_later_attempt_generated_again_is_read_with_its_own_grades(tmp_path):
+    """Its environment failed, or answered otherwise: the later one is what was trained."""
+    failed = Grade.unscored("its environment failed")
+    parts = [Part(Tokens.of([4], [-1.0]), "stop", failed), Part(Tokens.of([5], [-2.0]), "stop", GRADE)]
+    begun = kit.tree(prompt("t", 9), 3, parts, [-1, 0], numbers=[1, 4])
+    parts = [Part(Tokens.of([6, 7], [-1.0, -3.0])), Part(Tokens.of([8], [-2.0]), "stop", GRADE)]
+    again = kit.tree(prompt("t", 9), 3, parts, [-1, 0], numbers=[1, 2])
+    for attempt, rollouts in enumerate(([STREAM, begun], [again])):
+        with Recorder(tmp_path / "rank-0.arrow") as recorder:
+            for rollout in rollouts:
+                recorder.write(rollout)
+        record_grades(tmp_path / "rank-0.arrow", [STREAM, begun] if not attempt else [STREAM, again])
+    assert read_step(tmp_path) == [STREAM, again]
+    assert [part.grade for part in read_skeletons(step_files(tmp_path))[1].parts] == [None, GRADE]
+
+
 def test_grades_are_a_file_of_their_own_and_nothing_is_rewritten(tmp_path):
     path = tmp_path / "rank-0.arrow"
     with Recorder(path) as recorder:

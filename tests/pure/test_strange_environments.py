@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from megatron_eqlen.environments.environment import Environment, Observation
@@ -49,14 +50,19 @@ STEPS = {
     "says a lone surrogate": says("a\ud800b"),
     "says bytes": says(b"a"),
     "says a number in messages": says("", messages=[{"role": "tool", "content": 7}]),
+    "says a record as messages": says("", messages={"role": "tool", "content": "7"}),
     "says None": lambda: None,
     "raises": fails,
     "exits": sys.exit,
 }
-FORKS = {"hangs in fork": hangs, "raises in fork": fails, "exits in fork": sys.exit}
+FORKS = {
+    "hangs in fork": hangs, "raises in fork": fails, "exits in fork": sys.exit,
+    "has None in fork": lambda: "None",
+}  # fmt: skip
 GRADES = {
     "is too slow to grade": hangs,
     "raises in grade": fails,
+    "grades as NumPy does": lambda: np.array(0.5),
     "grades with odd text": lambda: Grade(0.5, "scored\0", "\ud800", "me", detail="\udcff"),
 }
 ENDS = {"hangs in close": hangs, "raises in close": fails, "closes twice": lambda: None, "makes": fails}
@@ -65,6 +71,7 @@ DROPPED = {
     "is too slow": f"no answer in {TIMEOUT:g} s",
     "says bytes": "content is a str",
     "says a number in messages": "TypeError",
+    "says a record as messages": "messages are records",
     "says None": "found 'None'",
     "raises": "no server",
     "exits": "SystemExit",
@@ -97,7 +104,8 @@ class Strange(Environment):
         return GRADES.get(self.how, lambda: 0.5)()
 
     def fork(self):
-        FORKS.get(self.how, bool)()
+        if FORKS.get(self.how, bool)():
+            return None
         other = type(self)(QUESTION, 0, "")
         other.how, other.asked = self.how, self.asked
         return other
@@ -159,6 +167,9 @@ def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, ca
         # after a fork that hung, none is copied; which fork comes first depends on the machine
         assert metrics["environment/copies"] > 0 or how == "hangs in fork"
         assert (metrics["environment/replays"] > 0) == (how in FORKS)
+        assert ("Strange.fork: expected an Environment, found 'None'" in caplog.text) == (
+            how == "has None in fork"
+        )
     over.set()
     deadline = time.monotonic() + 5
     while set(Strange.made.values()) - {0} and time.monotonic() < deadline:
