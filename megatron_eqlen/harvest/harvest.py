@@ -15,8 +15,7 @@ from megatron_eqlen.harvest.meter import Meter
 from megatron_eqlen.processes.collector import young_collected
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Setting
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, last_turn, line_of
@@ -40,6 +41,16 @@ class Marker(NamedTuple):
 
         # a token holds at least one byte
         return cls(contains, len(text.encode()))
+
+
+class Setting(NamedTuple):
+    """Values that the harvesters of a step's rollouts share."""
+
+    recipe: Recipe
+    eos_token_ids: frozenset[int]
+    seed: int
+    marker: Marker | None = None
+    """Marker that trees fork after (``tree_sampling.marker``)."""
 
 
 class Harvester(ABC):

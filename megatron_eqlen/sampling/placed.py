@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Setting
 from megatron_eqlen.sampling.profile import Profile, by_rank, profile_of
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.sampling.tree import GrowingTree, Shape, TreeSampling, after_marker, every

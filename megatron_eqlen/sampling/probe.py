@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.sampling.harvester import Harvester
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Harvester, Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.tokens import GIVEN, Tokens

@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, part_rewards, token_tree
-from megatron_eqlen.sampling.harvester import Harvester, Marker
-from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
+from megatron_eqlen.sampling.harvester import Harvester, Marker, Setting
+from megatron_eqlen.sampling.kind import SamplingKind, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
 

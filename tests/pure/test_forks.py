@@ -12,8 +12,7 @@ from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.advantages import refusing
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Marker, Setting
 from megatron_eqlen.sampling.tree import ForkedAtDeaths, Shape
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.length_bias import Process

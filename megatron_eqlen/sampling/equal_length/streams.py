@@ -29,7 +29,8 @@ from megatron_eqlen.sampling.comparison import (
     verifier_reward,
 )
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
-from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
+from megatron_eqlen.sampling.harvester import Setting
+from megatron_eqlen.sampling.kind import SamplingKind, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Part, Prompt, Rollout, TokenTree
 
