@@ -60,12 +60,12 @@ class Harvester(ABC):
     kind: ClassVar[str]
     """Sampling kind of its rollout."""
 
-    def __init__(
-        self, prompt: Prompt, index: int, limit: int, eos_token_ids: frozenset[int], seed: int
-    ) -> None:
-        """``index``: the rollout's number among those of its prompt. ``limit``: tokens of a response."""
-        self.prompt, self.index, self.limit = prompt, index, limit
-        self.eos_token_ids, self.seed = eos_token_ids, seed
+    def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
+        """``index``: the rollout's number among those of its prompt."""
+        self.prompt, self.index = prompt, index
+        self.eos_token_ids, self.seed = setting.eos_token_ids, setting.seed
+        self.limit = setting.recipe.rollout.max_response_length
+        """Most tokens of a response."""
         self.parts: list[Part] = []
         """Finished parts, append-only."""
         self.open: dict[int, Track] = {}

@@ -41,8 +41,8 @@ class Probed(Harvester):
     kind = "tree"
 
     def __init__(self, rollout: Rollout, probe: ProbeSampling, setting: Setting) -> None:
-        limit = setting.recipe.rollout.max_response_length - len(probe.forced)
-        super().__init__(rollout.prompt, rollout.index, limit, setting.eos_token_ids, setting.seed)
+        super().__init__(rollout.prompt, rollout.index, setting)
+        self.limit -= len(probe.forced)
         self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
         """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:

@@ -37,14 +37,12 @@ class TreeSampling(SamplingKind):
     """Units have shares of their rollout."""
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
-        recipe, eos, seed, marker = setting
-        tree, limit = recipe.tree_sampling, recipe.rollout.max_response_length
+        recipe, tree = setting.recipe, setting.recipe.tree_sampling
         shape = Shape(recipe.group_size, tree.branching, tree.forks, "step")
         if tree.fork == "death":
-            return ForkedAtDeaths(prompt, limit, eos, seed, shape)
-        step_tokens = tree.step_tokens or max(1, limit // (tree.forks + 1))
-        search = after_marker(marker) if tree.fork == "marker" else every(step_tokens)
-        return GrowingTree(prompt, limit, eos, seed, shape, search)
+            return ForkedAtDeaths(prompt, index, setting, shape)
+        search = after_marker(setting.marker) if tree.fork == "marker" else every(step_tokens(recipe))
+        return GrowingTree(prompt, index, setting, shape, search)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
@@ -106,9 +104,7 @@ class Independent(TreeSampling):
     shares = False
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
-        recipe = setting.recipe
-        shape, limit = Shape(recipe.group_size), recipe.rollout.max_response_length
-        return Group(prompt, limit, setting.eos_token_ids, setting.seed, shape)
+        return Group(prompt, index, setting, Shape(setting.recipe.group_size))
 
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
         count = len(rollout.parts)
@@ -151,6 +147,12 @@ class Line:
 
     def await_length(self, length: int) -> None:
         self.track.awaited = min(length - self.offset, self.track.limit)
+
+
+def step_tokens(recipe: Recipe) -> int:
+    """Return the tokens between two forks; by default they divide the longest response evenly."""
+    tree = recipe.tree_sampling
+    return tree.step_tokens or max(1, recipe.rollout.max_response_length // (tree.forks + 1))
 
 
 def every(tokens: int) -> Search:
@@ -205,16 +207,9 @@ class GrowingTree(Harvester):
     kind = "tree"
 
     def __init__(
-        self,
-        prompt: Prompt,
-        limit: int,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        shape: Shape,
-        search: Search | None = None,
-        index: int = 0,
+        self, prompt: Prompt, index: int, setting: Setting, shape: Shape, search: Search | None = None
     ) -> None:
-        super().__init__(prompt, index, limit, eos_token_ids, seed)
+        super().__init__(prompt, index, setting)
         self.shape, self.search = shape, search
         self.lines: list[Line] = []
         """Open lines, in the order of their tracks' numbers."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_eqlen.sampling.harvester import Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import ForkedAtDeaths, Line, Shape
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout
@@ -48,17 +49,10 @@ class DualTrack(ForkedAtDeaths):
 
     kind = "equal_length"
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        index: int,
-        limit: int,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        max_pairs: int | None = None,
-    ) -> None:
-        shape = Shape(roots=2, branching=2, forks=max_pairs or limit, role="b")
-        super().__init__(prompt, limit, eos_token_ids, seed, shape, index=index)
+    def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
+        recipe = setting.recipe
+        most = recipe.equal_length.max_pairs or recipe.rollout.max_response_length
+        super().__init__(prompt, index, setting, Shape(roots=2, branching=2, forks=most, role="b"))
 
     def cut(self) -> None:
         self._complete("budget")

@@ -44,8 +44,7 @@ class EqualLength(SamplingKind):
     name = "equal_length"
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> DualTrack:
-        limit, pairs = setting.recipe.rollout.max_response_length, setting.recipe.equal_length.max_pairs
-        return DualTrack(prompt, index, limit, setting.eos_token_ids, setting.seed, pairs)
+        return DualTrack(prompt, index, setting)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
