@@ -64,7 +64,7 @@ class Harvester(ABC):
         """``index``: the rollout's number among those of its prompt."""
         self.prompt, self.index = prompt, index
         self.eos_token_ids, self.seed = setting.eos_token_ids, setting.seed
-        self.limit = setting.recipe.rollout.max_response_length
+        self.limit: int = setting.recipe.rollout.max_response_length
         """Most tokens of a response."""
         self.parts: list[Part] = []
         """Finished parts, append-only."""
