@@ -51,6 +51,8 @@ class Setting(NamedTuple):
     seed: int
     marker: Marker | None = None
     """Marker that trees fork after (``tree_sampling.marker``)."""
+    takes_turns: bool = False
+    """True if an environment answers the ends of turns."""
 
 
 class Harvester(ABC):
@@ -64,6 +66,7 @@ class Harvester(ABC):
         """``index``: the rollout's number among those of its prompt."""
         self.prompt, self.index = prompt, index
         self.eos_token_ids, self.seed = setting.eos_token_ids, setting.seed
+        self.takes_turns = setting.takes_turns
         self.limit: int = setting.recipe.rollout.max_response_length
         """Most tokens of a response."""
         self.parts: list[Part] = []
@@ -73,8 +76,6 @@ class Harvester(ABC):
         self.forks: dict[int, tuple[int, ...]] = {}
         """``Track.forks`` of the tracks that made finished parts, by the parts' numbers."""
         self.outcome: Outcome = "suspended"
-        self.takes_turns = False
-        """True if an environment answers the ends of its tracks' turns."""
         self.prompt_columns: Tokens | None = None
         """Columns of the prompt's tokens, once the driver has them (``Rollout.prompt_columns``)."""
 

@@ -298,9 +298,8 @@ def test_a_death_forks_the_heaviest_line_that_goes_on_once(lengths, group_size, 
 def test_the_turn_of_a_line_waits_for_the_lines_behind_it():
     """An end behind it may fork it, before the environment's answer."""
 
-    setting = Setting(recipe("death", limit=LENGTH), frozenset({EOS}), 0)
+    setting = Setting(recipe("death", limit=LENGTH), frozenset({EOS}), 0, takes_turns=True)
     tree = ForkedAtDeaths(PROMPT, 0, setting, Shape(3, 2, 1))
-    tree.takes_turns = True
     calling, behind, later = tree.start()
 
     def extend(track, length, calls=False):
