@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_eqlen.sampling.harvester import Setting
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.sampling.tree import ForkedAtDeaths, Line, Shape
+from megatron_eqlen.sampling.tree import ForkedAtDeaths, OpenLine, Shape
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout
 
 
@@ -57,7 +57,7 @@ class DualTrack(ForkedAtDeaths):
     def cut(self) -> None:
         self._complete("budget")
 
-    def die(self, line: Line) -> list[Track]:
+    def die(self, line: OpenLine) -> list[Track]:
         """Cut the next pair, with the ended ``line`` as A_i; return the fork to launch, if any."""
         # after the last pair nothing was forked: the survivor has now ended alone
         if len(self.lines) == 1:
