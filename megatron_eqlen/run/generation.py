@@ -26,6 +26,7 @@ from megatron_eqlen.record import reader
 from megatron_eqlen.record.partial import CarryOver, RolloutOrigin, open_prompts
 from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.rewards.measured import leave_out
+from megatron_eqlen.rewards.scoring import EarlyGrading
 from megatron_eqlen.run.engine import start_engine
 from megatron_eqlen.run.rollouts import InTurn
 from megatron_eqlen.run.session import Session
@@ -144,7 +145,7 @@ class Generator(InTurn):
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         # the stage lasts until the record is on disk
         with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
-            observers: list[HarvestObserver] = [self.session.early_grading]
+            observers: list[HarvestObserver] = [EarlyGrading(self.session.scorer, replicas.grades)]
             if replicas.leads:
                 recorder = Recorder(self._file(step), self.recipe.rollout.unrecorded_columns)
                 observers.append(files.enter_context(recorder))
