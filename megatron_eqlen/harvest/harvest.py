@@ -15,8 +15,7 @@ from megatron_eqlen.harvest.meter import Meter
 from megatron_eqlen.processes.collector import young_collected
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Setting
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
 
@@ -45,9 +44,6 @@ def harvest(
     for rollout in plan.progress.rollouts:
         if talks is None or grade_again(talks, rollout, harvesters[rollout_key(rollout)].seed):
             driver.finish(rollout)
-    # before they start: their tracks take it over
-    for harvester in harvesters.values():
-        harvester.takes_turns = plan.conversations is not None
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in driver.finished})
     return [driver.finished[key] for key in harvesters if key in driver.finished], meter.metrics()
 
@@ -55,7 +51,8 @@ def harvest(
 def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     """Return the harvesters of all rollouts, resumed ones first."""
     kind = plan.kind or KINDS[plan.recipe.sampling]
-    setting = Setting(plan.recipe, frozenset(plan.eos_token_ids), plan.seed, plan.marker)
+    takes_turns = plan.conversations is not None
+    setting = Setting(plan.recipe, frozenset(plan.eos_token_ids), plan.seed, plan.marker, takes_turns)
     harvesters: dict[RolloutKey, Harvester] = {}
     # rollouts of earlier steps, with the seeds that they had
     for partial in plan.progress.partial:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.tree import step_tokens
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def _spans(recipe: Recipe) -> list[tuple[int, int, int]]:
     if tree.fork == "death":
         # A fork at a death adds ``branching - 1`` lines, and the dead one leaves: 2 keep the number.
         return [(lines + tree.forks * (tree.branching - 2), 0, limit)]
-    step = tree.step_tokens or max(1, limit // (tree.forks + 1))
-    forks = 1 if tree.fork == "profile" else tree.forks
+    step, forks = step_tokens(recipe), 1 if tree.fork == "profile" else tree.forks
     # After each fork there are ``branching`` times as many tracks, up to the next.
     starts = [start for start in range(0, (forks + 1) * step, step) if start < limit]
     return [

@@ -22,7 +22,6 @@ from megatron_eqlen.record.format import (
     GRADES,
     KEY,
     NOTE_KEY,
-    PROMPT,
     SEGMENTS,
     SKELETON,
     Assembly,
@@ -66,13 +65,8 @@ def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     """Return the whole prompts of some of a step's files, in the order in which they were drawn."""
-    assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
-    for path in files:
-        for batch in batches(path, SEGMENTS, columns):
-            for row in from_batch(batch):
-                if row["role"] == PROMPT:
-                    assembly.take(row)
-    return sorted(assembly.prompts.values(), key=lambda prompt: prompt.number)
+    prompts = _assembled(files, (*SKELETON, "token_ids", "gold")).prompts.values()
+    return sorted(prompts, key=lambda prompt: prompt.number)
 
 
 def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:

@@ -11,7 +11,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import has_columns
 from megatron_eqlen.record.recorder import FILES
 from megatron_eqlen.tokens import COLUMNS
-from megatron_eqlen.types import Rollout, rollout_key
+from megatron_eqlen.types import Rollout
 
 
 class ReplayError(ValueError):
@@ -43,7 +43,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
             f"{folder}: expected {column.name} of all tokens, found tokens without: its run did "
             f"not keep or record them ({', '.join(keys)}); change rollout.{column.keep_key} to train without"
         )
-    prompts = {recorded.prompt_id for recorded in rollouts}
+    prompts = Counter(recorded.prompt_id for recorded in rollouts)
     if recipe.rollout.carry_over:
         return  # the number of resumed rollouts depends on the step before
     # a budget leaves out prompts and rollouts that had not begun when it was used up
@@ -53,7 +53,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
     if too_many or (len(prompts) < wanted and not cut):
         _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
     each = recipe.rollouts_per_prompt
-    for prompt_id, count in Counter(prompt_id for prompt_id, _ in map(rollout_key, rollouts)).items():
+    for prompt_id, count in prompts.items():
         if count > each or (count < each and not cut):
             what = f"{each} rollouts of every prompt (group_size {recipe.group_size})"
             _refuse(folder, what, f"{count} of {prompt_id}")

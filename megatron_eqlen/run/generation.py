@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,9 @@ from megatron_eqlen.record import reader
 from megatron_eqlen.record.partial import CarryOver, RolloutOrigin, open_prompts
 from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.rewards.measured import leave_out
+from megatron_eqlen.rewards.scoring import EarlyGrading
 from megatron_eqlen.run.engine import start_engine
-from megatron_eqlen.run.rollouts import InTurn, grade, select
+from megatron_eqlen.run.rollouts import InTurn
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
@@ -36,7 +37,7 @@ from megatron_eqlen.sampling.probe import ProbeSampling
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.training.agreement import check_servers
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
 PLACED = "placed"
 """Key in a data position that holds ``PlacedTrees.seen``."""
@@ -144,7 +145,7 @@ class Generator(InTurn):
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         # the stage lasts until the record is on disk
         with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
-            observers: list[HarvestObserver] = [self.session.early_grading]
+            observers: list[HarvestObserver] = [EarlyGrading(self.session.scorer, replicas.grades)]
             if replicas.leads:
                 recorder = Recorder(self._file(step), self.recipe.rollout.unrecorded_columns)
                 observers.append(files.enter_context(recorder))
@@ -156,7 +157,7 @@ class Generator(InTurn):
             reader.remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
         self._warn_without_forks(combined)
         measured = combined | seconds | position_metrics(position)
-        return Batch(rollouts, measured, position, prompts)
+        return Batch(replicas.part(rollouts), measured, position, prompts)
 
     def _warn_without_forks(self, harvested: Metrics) -> None:
         """Warn if no tree forked, unless the harvest before had no forks either."""
@@ -196,26 +197,25 @@ class Generator(InTurn):
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade this rank's part of its replica's rollouts, record the grades, share all as skeletons."""
-        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
-            part = self.session.replicas.part(harvested.rollouts)
-            self.teach(part)
-            everyone, calls = grade(self.session, part, harvested.prompts)
-            # a leader writes its file even without grades: it tells readers that the step is scored
-            if part or self.session.replicas.leads:
-                record_grades(self._file(step), part)
-        self.carried = self.carried.suspend(everyone, RolloutOrigin(step.number, step.policy_version))
-        position = harvested.data_position
+        """Grade and record; learn which rollouts are suspended, and where forks paid."""
+        graded = super().score(step, harvested)
+        self.carried = self.carried.suspend(graded.rollouts, RolloutOrigin(step.number, step.policy_version))
+        position = graded.data_position
         # checkpoints keep the position, so what later steps continue goes into it
         if position is not None and self.recipe.rollout.carry_over:
             position |= self.carried.position()
         if self.placed is not None:
             # skeletons suffice: every rank learns the same places
-            whole, _ = leave_out(everyone, self.recipe.reward)
+            whole, _ = leave_out(graded.rollouts, self.recipe.reward)
             self.placed.learn(whole, harvest_seed(self.recipe.seed, step.number))
             if position is not None:
                 position[PLACED] = self.placed.seen
-        return select(Batch(everyone, harvested.metrics | seconds | calls, position), step, self.session)
+        return graded
+
+    def record(self, step: Step, graded: Sequence[Rollout]) -> None:
+        # a leader writes its file even without grades: it tells readers that the step is scored
+        if graded or self.session.replicas.leads:
+            record_grades(self._file(step), graded)
 
     def problems(self, benchmark: BenchmarkRecipe) -> list[Prompt]:
         """Return all problems of a benchmark, the same on every rank."""

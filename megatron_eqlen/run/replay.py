@@ -10,7 +10,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.record.reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.record.replayed import check_step, check_steps
-from megatron_eqlen.run.rollouts import InTurn, grade, select
+from megatron_eqlen.run.rollouts import InTurn
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import ALWAYS, COLUMNS, TEACHER
@@ -48,10 +48,3 @@ class Replay(InTurn):
         folder = self.streams / step_name(number)
         redraws = self.session.objective.dynamic_sampling
         check_step(folder, read_skeletons(step_files(folder)), self.recipe, redraws)
-
-    def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade only the responses without a recorded grade; ask the teacher only where none answered."""
-        with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
-            self.teach(harvested.rollouts)
-            everyone, calls = grade(self.session, harvested.rollouts, harvested.prompts)
-        return select(Batch(everyone, harvested.metrics | seconds | calls, None), step, self.session)

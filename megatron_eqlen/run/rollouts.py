@@ -1,6 +1,6 @@
 """Rollouts of a step, wherever they come from, and the stages that all their sources share.
 
-    prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
+    prompts ─► harvest (what this rank grades) ─► score (all ranks', as skeletons) ─► select ─► Step.add
 
 Prompts are split over the engine replicas for generation, and a replica's rollouts over its ranks for
 grading. Every rank then has the rollouts that it graded, and skeletons of all others.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -74,7 +75,8 @@ class InTurn(Rollouts, ABC):
 
     def collect(self, step: Step) -> Step:
         while prompts := self.prompts(step):
-            step = step.add(self.score(step, self.harvest(step, prompts)))
+            graded = self.score(step, self.harvest(step, prompts))
+            step = step.add(select(graded, step, self.session))
         return step
 
     @abstractmethod
@@ -83,11 +85,21 @@ class InTurn(Rollouts, ABC):
 
     @abstractmethod
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        """Generate this replica's share of the rollouts of ``prompts``."""
+        """Generate the rollouts of ``prompts``, and return those that this rank grades."""
 
-    @abstractmethod
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Return all replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
+        """Grade this rank's rollouts, where no grade is recorded; return all ranks'. Raises UnscoredError."""
+        mine, reward = harvested.rollouts, self.session.recipe.reward
+        with self.session.stage("score", reward.step_timeout) as seconds:
+            self.teach(mine)
+            calls = at_once(gather([self.session.scorer.score(mine, reward.step_timeout)]))
+            everyone = rollouts_of_all_ranks(mine, harvested.prompts)
+            refuse_too_many(everyone, reward)
+            self.record(step, mine)
+        return replace(harvested, rollouts=everyone, metrics=harvested.metrics | seconds | calls)
+
+    def record(self, step: Step, graded: Sequence[Rollout]) -> None:
+        """Record the grades of this rank's rollouts, where they are not read from a record."""
 
     @cached_property
     def teacher(self) -> TeacherServer:
@@ -103,17 +115,6 @@ class InTurn(Rollouts, ABC):
         parts = (part for rollout in rollouts for part in rollout.parts)
         if self.session.recipe.teacher.url and not all(TEACHER.name in part.tokens for part in parts):
             self.teacher.fill(rollouts)
-
-
-def grade(
-    session: Session, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
-) -> tuple[list[Rollout], Metrics]:
-    """Grade this rank's rollouts; return all ranks' skeletons, and metrics. Raises UnscoredError."""
-    reward = session.recipe.reward
-    calls = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
-    everyone = rollouts_of_all_ranks(rollouts, prompts)
-    refuse_too_many(everyone, reward)
-    return everyone, calls
 
 
 def select(graded: Batch, step: Step, session: Session) -> Batch:

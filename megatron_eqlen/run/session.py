@@ -28,7 +28,7 @@ from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import RecipeError, layout
 from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
+from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.training import peak_memory
 from megatron_eqlen.types import Metrics
@@ -66,7 +66,6 @@ class Session:
         with importing():  # Transformers
             self.tokenizer = job.tokenizer
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node, recipe.seed)
-        self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
         title = f"{recipe.name} {recipe.method}"
         self.progress = Progress(recipe.budget, title, distributed.is_rank0(), note=self.events.note)

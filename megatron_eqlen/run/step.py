@@ -19,7 +19,7 @@ class Batch:
     """The rollouts of some of a step's prompts."""
 
     rollouts: list[Rollout]
-    """After ``harvest`` this replica's share; after ``score`` all replicas' rollouts, graded, in training
+    """After ``harvest`` those that this rank grades; after ``score`` all ranks' rollouts, graded, in training
     order; skeletons where another rank graded them."""
     metrics: Metrics
     data_position: dict[str, Any] | None

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, last_turn, line_of
@@ -42,6 +43,18 @@ class Marker(NamedTuple):
         return cls(contains, len(text.encode()))
 
 
+class Setting(NamedTuple):
+    """Values that the harvesters of a step's rollouts share."""
+
+    recipe: Recipe
+    eos_token_ids: frozenset[int]
+    seed: int
+    marker: Marker | None = None
+    """Marker that trees fork after (``tree_sampling.marker``)."""
+    takes_turns: bool = False
+    """True if an environment answers the ends of turns."""
+
+
 class Harvester(ABC):
     """Makes one rollout: launches tracks and decides, from their tokens, when the rollout is complete. It
     sees token sequences only, and the result does not depend on the order in which they arrive."""
@@ -49,12 +62,13 @@ class Harvester(ABC):
     kind: ClassVar[str]
     """Sampling kind of its rollout."""
 
-    def __init__(
-        self, prompt: Prompt, index: int, limit: int, eos_token_ids: frozenset[int], seed: int
-    ) -> None:
-        """``index``: the rollout's number among those of its prompt. ``limit``: tokens of a response."""
-        self.prompt, self.index, self.limit = prompt, index, limit
-        self.eos_token_ids, self.seed = eos_token_ids, seed
+    def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
+        """``index``: the rollout's number among those of its prompt."""
+        self.prompt, self.index = prompt, index
+        self.eos_token_ids, self.seed = setting.eos_token_ids, setting.seed
+        self.takes_turns = setting.takes_turns
+        self.limit: int = setting.recipe.rollout.max_response_length
+        """Most tokens of a response."""
         self.parts: list[Part] = []
         """Finished parts, append-only."""
         self.open: dict[int, Track] = {}
@@ -62,8 +76,6 @@ class Harvester(ABC):
         self.forks: dict[int, tuple[int, ...]] = {}
         """``Track.forks`` of the tracks that made finished parts, by the parts' numbers."""
         self.outcome: Outcome = "suspended"
-        self.takes_turns = False
-        """True if an environment answers the ends of its tracks' turns."""
         self.prompt_columns: Tokens | None = None
         """Columns of the prompt's tokens, once the driver has them (``Rollout.prompt_columns``)."""
 

@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
-from megatron_eqlen.sampling.harvester import Harvester, Marker
+from megatron_eqlen.sampling.harvester import Harvester, Setting
 from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
-
-
-class Setting(NamedTuple):
-    """Values that the harvesters of a step's rollouts share."""
-
-    recipe: Recipe
-    eos_token_ids: frozenset[int]
-    seed: int
-    marker: Marker | None = None
-    """Marker that trees fork after (``tree_sampling.marker``)."""
 
 
 class SamplingKind(ABC):

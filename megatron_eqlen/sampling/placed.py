@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Setting
 from megatron_eqlen.sampling.profile import Profile, by_rank, profile_of
 from megatron_eqlen.sampling.track import track_seed
-from megatron_eqlen.sampling.tree import GrowingTree, Shape, TreeSampling, after_marker, every
+from megatron_eqlen.sampling.tree import GrowingTree, Shape, TreeSampling, after_marker, every, step_tokens
 from megatron_eqlen.types import Prompt, Rollout
 
 KEPT, LEAST = 64, 16
@@ -50,9 +50,8 @@ class PlacedTrees(TreeSampling):
     """Trees of a run whose forks are placed by what the run has shown. Unlike other kinds it has a state."""
 
     def __init__(self, recipe: Recipe) -> None:
-        tree, limit = recipe.tree_sampling, recipe.rollout.max_response_length
-        step = tree.step_tokens or max(1, limit // (tree.forks + 1))
-        by_length = [step * number for number in range(1, tree.forks + 1)]
+        tree = recipe.tree_sampling
+        by_length = [step_tokens(recipe) * number for number in range(1, tree.forks + 1)]
         self.places = by_length if tree.step_tokens or not tree.marker else []
         """Tokens of a response before each place; the marker, if there is one, is the last place."""
         self.count, self.most = len(self.places) + bool(tree.marker), tree.branching
@@ -70,11 +69,10 @@ class PlacedTrees(TreeSampling):
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
         place, lines = self._fork(prompt, index, setting.seed)
-        recipe, eos, seed, marker = setting
         # with one fork of a line, `every` forks it at this place alone
-        search = every(self.places[place]) if place < len(self.places) else after_marker(marker)
-        shape = Shape(recipe.group_size, lines, int(lines > 1), "step")
-        return GrowingTree(prompt, recipe.rollout.max_response_length, eos, seed, shape, search, index)
+        search = every(self.places[place]) if place < len(self.places) else after_marker(setting.marker)
+        shape = Shape(setting.recipe.group_size, lines, int(lines > 1), "step")
+        return GrowingTree(prompt, index, setting, shape, search)
 
     def learn(self, rollouts: Sequence[Rollout], seed: int) -> None:
         """Add a step's complete, scored trees. ``seed``: that of their harvest."""

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.sampling.harvester import Harvester
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Harvester, Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.tokens import GIVEN, Tokens
@@ -42,8 +41,8 @@ class Probed(Harvester):
     kind = "tree"
 
     def __init__(self, rollout: Rollout, probe: ProbeSampling, setting: Setting) -> None:
-        limit = setting.recipe.rollout.max_response_length - len(probe.forced)
-        super().__init__(rollout.prompt, rollout.index, limit, setting.eos_token_ids, setting.seed)
+        super().__init__(rollout.prompt, rollout.index, setting)
+        self.limit -= len(probe.forced)
         self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
         """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,6 @@ def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
     """Return the seed of track ``number`` of a prompt's rollout, in [0, 2^63): the same on every machine."""
     name = f"{seed}|{prompt_id}|{index}|{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
-
-
-NO_COLUMNS: dict[str, Any] = {}
 
 
 class Track:
@@ -121,7 +118,7 @@ class Track:
         """Take a delta's tokens up to the end of the track; return True if it ended or reached ``awaited``.
         Runs once a token. ``version``: of the weights, or one each. Raises ValueError for missing values."""
         tokens = self.tokens
-        columns = delta.columns if self.keeps_columns else NO_COLUMNS
+        columns: Mapping[str, Any] = delta.columns if self.keeps_columns else {}
         if self.takes_turns:
             columns = {**columns, GIVEN.name: [()] * len(delta.token_ids)}
         tokens.append(delta.token_ids, columns, version)

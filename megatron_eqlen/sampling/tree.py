@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, part_rewards, token_tree
-from megatron_eqlen.sampling.harvester import Harvester, Marker
-from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
+from megatron_eqlen.sampling.harvester import Harvester, Marker, Setting
+from megatron_eqlen.sampling.kind import SamplingKind, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
 
@@ -37,14 +37,12 @@ class TreeSampling(SamplingKind):
     """Units have shares of their rollout."""
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
-        recipe, eos, seed, marker = setting
-        tree, limit = recipe.tree_sampling, recipe.rollout.max_response_length
+        recipe, tree = setting.recipe, setting.recipe.tree_sampling
         shape = Shape(recipe.group_size, tree.branching, tree.forks, "step")
         if tree.fork == "death":
-            return ForkedAtDeaths(prompt, limit, eos, seed, shape)
-        step_tokens = tree.step_tokens or max(1, limit // (tree.forks + 1))
-        search = after_marker(marker) if tree.fork == "marker" else every(step_tokens)
-        return GrowingTree(prompt, limit, eos, seed, shape, search)
+            return ForkedAtDeaths(prompt, index, setting, shape)
+        search = after_marker(setting.marker) if tree.fork == "marker" else every(step_tokens(recipe))
+        return GrowingTree(prompt, index, setting, shape, search)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
@@ -106,9 +104,7 @@ class Independent(TreeSampling):
     shares = False
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
-        recipe = setting.recipe
-        shape, limit = Shape(recipe.group_size), recipe.rollout.max_response_length
-        return Group(prompt, limit, setting.eos_token_ids, setting.seed, shape)
+        return Group(prompt, index, setting, Shape(setting.recipe.group_size))
 
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
         count = len(rollout.parts)
@@ -120,13 +116,13 @@ TREE, INDEPENDENT = TreeSampling(), Independent()
 
 # ---- where a line forks ----------------------------------------------------------------------------------
 
-Search = Callable[["Line"], int | None]
+Search = Callable[["OpenLine"], int | None]
 """Returns the number of tokens of its response after which a line forks next. None: its tokens do not reach a
 fork, and its track's ``awaited`` says when to search again."""
 
 
 @dataclass
-class Line:
+class OpenLine:
     """An open line of a tree, from the prompt down."""
 
     track: Track
@@ -153,10 +149,16 @@ class Line:
         self.track.awaited = min(length - self.offset, self.track.limit)
 
 
+def step_tokens(recipe: Recipe) -> int:
+    """Return the tokens between two forks; by default they divide the longest response evenly."""
+    tree = recipe.tree_sampling
+    return tree.step_tokens or max(1, recipe.rollout.max_response_length // (tree.forks + 1))
+
+
 def every(tokens: int) -> Search:
     """Return the rule that forks a line every so many tokens."""
 
-    def search(line: Line) -> int | None:
+    def search(line: OpenLine) -> int | None:
         length = (line.searched // tokens + 1) * tokens
         if line.length >= length:
             return length
@@ -169,7 +171,7 @@ def every(tokens: int) -> Search:
 def after_marker(marker: Marker | None) -> Search:
     """Return the rule that forks a line after the token that completes the marker."""
 
-    def search(line: Line) -> int | None:
+    def search(line: OpenLine) -> int | None:
         assert marker is not None, "the plan of a harvest has the marker"
         # `first` is the track's own token from which a marker may still begin
         first, ids = line.searched - line.offset, line.track.generated_ids
@@ -205,18 +207,11 @@ class GrowingTree(Harvester):
     kind = "tree"
 
     def __init__(
-        self,
-        prompt: Prompt,
-        limit: int,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        shape: Shape,
-        search: Search | None = None,
-        index: int = 0,
+        self, prompt: Prompt, index: int, setting: Setting, shape: Shape, search: Search | None = None
     ) -> None:
-        super().__init__(prompt, index, limit, eos_token_ids, seed)
+        super().__init__(prompt, index, setting)
         self.shape, self.search = shape, search
-        self.lines: list[Line] = []
+        self.lines: list[OpenLine] = []
         """Open lines, in the order of their tracks' numbers."""
 
     def start(self) -> list[Track]:
@@ -241,7 +236,7 @@ class GrowingTree(Harvester):
         self.lines.clear()
         self.outcome = "budget"
 
-    def fork(self, line: Line, length: int, branching: int) -> list[Track]:
+    def fork(self, line: OpenLine, length: int, branching: int) -> list[Track]:
         """Continue a line ``branching`` times after ``length`` tokens; return the new tracks."""
         track = line.track
         # what the line had up to here is a part; the line continues as its first child, others beside it
@@ -255,18 +250,18 @@ class GrowingTree(Harvester):
         numbers = range(first + 1, first + branching)
         return [self._open(number, response, length, part.number, line.forks) for number in numbers]
 
-    def end(self, line: Line) -> None:
+    def end(self, line: OpenLine) -> None:
         """Make the rest of a line's tokens its last part."""
         self.add_part(line.track, self.shape.role, line.number)
         self.close(line)
         if not self.lines:
             self.outcome = "complete"
 
-    def close(self, line: Line) -> None:
+    def close(self, line: OpenLine) -> None:
         self.lines.remove(line)
         del self.open[line.track.number]
 
-    def _next_fork(self, line: Line) -> int | None:
+    def _next_fork(self, line: OpenLine) -> int | None:
         if self.search is None or line.forks == self.shape.forks:
             return None
         length = self.search(line)
@@ -279,7 +274,7 @@ class GrowingTree(Harvester):
     def _open(self, number: int, response: list[int], length: int, parent: int, forks: int) -> Track:
         """Open a line after ``response``, which has ``length`` generated tokens."""
         track = self.open_track(number, response, self.limit - length, parent)
-        self.lines.append(Line(track, length, number, forks, searched=length))
+        self.lines.append(OpenLine(track, length, number, forks, searched=length))
         if self.search is not None and forks < self.shape.forks:
             self.search(self.lines[-1])  # sets the length to await
         return track
@@ -323,7 +318,7 @@ class ForkedAtDeaths(GrowingTree):
         shortest = min((line.length for line in self.lines), default=0)
         return [line.track for line in self.lines if line.track.calls and line.length == shortest]
 
-    def die(self, line: Line) -> list[Track]:
+    def die(self, line: OpenLine) -> list[Track]:
         """End a line; fork the heaviest that goes on there and has not just forked; return the new tracks."""
         self.end(line)
         length = line.length
@@ -333,7 +328,7 @@ class ForkedAtDeaths(GrowingTree):
         heaviest = min(others, key=lambda other: (other.forks, other.number))
         return self.fork(heaviest, length, self.shape.branching)
 
-    def fork(self, line: Line, length: int, branching: int) -> list[Track]:
+    def fork(self, line: OpenLine, length: int, branching: int) -> list[Track]:
         launched = super().fork(line, length, branching)
         self.forked += 1
         return launched

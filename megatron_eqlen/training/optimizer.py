@@ -118,8 +118,7 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
     """Return Megatron's options for the placement and precision of the optimizer state. Its "precision-aware"
     optimizer reads gradients where DDP has summed them, in their dtype, and keeps main weights itself. A host
     optimizer needs this, too: otherwise main weights are on the GPU as well."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtypes[options.grad_dtype]}
+    aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": getattr(torch, options.grad_dtype)}
     # nothing of the state is on the device; copies both ways overlap with the update
     if options.offload:
         return aware | {
@@ -130,10 +129,9 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
         }
     if options.precision == "bfloat16":
         # a main weight is the bfloat16 weight and the 16 bits that it lacks of float32
-        moments = dtypes[options.precision]
         return aware | {
-            "exp_avg_dtype": moments,
-            "exp_avg_sq_dtype": moments,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
             "main_params_dtype": torch.float32,
             "store_param_remainders": True,
         }

@@ -43,8 +43,6 @@ from megatron_eqlen.types import Metrics, Row, TokenTree
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class Teacher:
     """Frozen model of ``Job.teacher`` in the policy's parallel groups, parked while it computes nothing."""
@@ -92,7 +90,7 @@ class Policy:
 
     def __init__(self, job: Job) -> None:
         self.job, self.recipe, self.objective = job, job.recipe, job.objective
-        recipe, dtype = job.recipe, DTYPES[job.recipe.model.dtype]
+        recipe, dtype = job.recipe, getattr(torch, job.recipe.model.dtype)
         has_adapters = recipe.lora.rank > 0
         self.chunks = build_model(
             job.model, recipe.parallel, dtype, separate_norms=has_adapters, **job.megatron.model
@@ -209,7 +207,7 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write the weights to ``folder`` as a Hugging Face folder, with adapters merged. Collective."""
         with self.memory.weights.resident():
-            save_hf(self.chunks, self.job.folder, folder, DTYPES[self.recipe.model.dtype])
+            save_hf(self.chunks, self.job.folder, folder, getattr(torch, self.recipe.model.dtype))
 
     def export_adapters(self, folder: Path) -> None:
         """Write the adapters to ``folder`` as a PEFT folder. Collective."""

@@ -25,8 +25,7 @@ from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Marker
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Marker, Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Grade, Metrics, Prompt, Rollout, TokenTree
 

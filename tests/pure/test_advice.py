@@ -16,8 +16,7 @@ from megatron_eqlen.objectives.advice import advice
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling import profile as profile_module
 from megatron_eqlen.sampling.comparison import part_rewards
-from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Marker, Setting
 from megatron_eqlen.sampling.profile import (
     RANKS,
     fork_gains,

@@ -26,7 +26,6 @@ from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.types import Grade, Prompt, Rollout
 from tests.pure.test_report_compare import result
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe, versions_of, without
@@ -92,6 +91,8 @@ class Counting:
 class Graders:
     causes: tuple[str, ...] = ()
 
+    def begin(self, prompt, response): ...
+
     def begin_ended(self, rollouts): ...
 
     def score(self, rollouts, seconds=0.0):
@@ -112,7 +113,7 @@ def session(recipe: Recipe) -> Any:
     return SimpleNamespace(
         job=Job(recipe), recipe=recipe, replicas=Replicas(1, in_step=False), scorer=Graders(),
         tokenizer=SimpleNamespace(eos_token_ids=EOS), objective=SimpleNamespace(dynamic_sampling=False),
-        early_grading=HarvestObserver(), stage=stage, timeline=timeline, watchdog=Watchdog(0, 1, None),
+        stage=stage, timeline=timeline, watchdog=Watchdog(0, 1, None),
         ends_with=ends.append,
     )  # fmt: skip
 

@@ -426,8 +426,7 @@ class DuelSampling(SamplingKind):
     name = "mine.duel:DUEL"
 
     def harvester(self, prompt, index, setting):
-        limit = setting.recipe.rollout.max_response_length
-        return Duellists(prompt, limit, setting.eos_token_ids, setting.seed, Shape(2))
+        return Duellists(prompt, index, setting, Shape(2))
 
     def compare(self, rollout, recipe, penalty):
         tree, nodes = token_tree(rollout, rollout.prompt_id, rollout.parts)

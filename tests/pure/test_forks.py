@@ -12,8 +12,7 @@ from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.advantages import refusing
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Marker, Setting
 from megatron_eqlen.sampling.tree import ForkedAtDeaths, Shape
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.length_bias import Process
@@ -299,8 +298,8 @@ def test_a_death_forks_the_heaviest_line_that_goes_on_once(lengths, group_size, 
 def test_the_turn_of_a_line_waits_for_the_lines_behind_it():
     """An end behind it may fork it, before the environment's answer."""
 
-    tree = ForkedAtDeaths(PROMPT, LENGTH, frozenset({EOS}), 0, Shape(3, 2, 1))
-    tree.takes_turns = True
+    setting = Setting(recipe("death", limit=LENGTH), frozenset({EOS}), 0, takes_turns=True)
+    tree = ForkedAtDeaths(PROMPT, 0, setting, Shape(3, 2, 1))
     calling, behind, later = tree.start()
 
     def extend(track, length, calls=False):

@@ -10,7 +10,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.sampling.comparison import part_rewards
-from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.harvester import Setting
 from megatron_eqlen.sampling.tree import TREE as KIND
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, tokens_along

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_eqlen.sampling.harvester import Setting
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.sampling.tree import ForkedAtDeaths, Line, Shape
+from megatron_eqlen.sampling.tree import ForkedAtDeaths, OpenLine, Shape
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout
 
 
@@ -48,22 +49,15 @@ class DualTrack(ForkedAtDeaths):
 
     kind = "equal_length"
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        index: int,
-        limit: int,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        max_pairs: int | None = None,
-    ) -> None:
-        shape = Shape(roots=2, branching=2, forks=max_pairs or limit, role="b")
-        super().__init__(prompt, limit, eos_token_ids, seed, shape, index=index)
+    def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
+        recipe = setting.recipe
+        most = recipe.equal_length.max_pairs or recipe.rollout.max_response_length
+        super().__init__(prompt, index, setting, Shape(roots=2, branching=2, forks=most, role="b"))
 
     def cut(self) -> None:
         self._complete("budget")
 
-    def die(self, line: Line) -> list[Track]:
+    def die(self, line: OpenLine) -> list[Track]:
         """Cut the next pair, with the ended ``line`` as A_i; return the fork to launch, if any."""
         # after the last pair nothing was forked: the survivor has now ended alone
         if len(self.lines) == 1:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Literal
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import (
@@ -29,7 +28,8 @@ from megatron_eqlen.sampling.comparison import (
     verifier_reward,
 )
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
-from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
+from megatron_eqlen.sampling.harvester import Setting
+from megatron_eqlen.sampling.kind import SamplingKind, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Part, Prompt, Rollout, TokenTree
 
@@ -43,8 +43,7 @@ class EqualLength(SamplingKind):
     name = "equal_length"
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> DualTrack:
-        limit, pairs = setting.recipe.rollout.max_response_length, setting.recipe.equal_length.max_pairs
-        return DualTrack(prompt, index, limit, setting.eos_token_ids, setting.seed, pairs)
+        return DualTrack(prompt, index, setting)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
@@ -129,23 +128,13 @@ class EqualLength(SamplingKind):
 KIND = EqualLength()
 
 
-def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> Sequence[tuple[float, float] | None]:
-    """Return the rewards of A_i and B_i for each pair that is compared; None where it is left out."""
+def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
+    """Return the rewards of A_i and B_i for each pair of a scored, complete stream. A B_i that no ended
+    response extends has reward 0 plus the trunk's penalty; with ``unfinished: drop`` its pair is None."""
     settings = recipe.equal_length
     if settings.pair_weight == "on_policy":
         value = part_rewards(stream, penalty, open_reward=0.0)
         return [(value[pair.a.number], value[pair.b.number]) for pair in pairs_of(stream)]
-    return pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
-
-
-def pair_rewards(
-    stream: Rollout,
-    reduce: Literal["max", "mean"] = "max",
-    unfinished: Literal["zero", "drop"] = "zero",
-    penalty: Penalty = no_penalty,
-) -> list[tuple[float, float] | None]:
-    """Return (reward of A_i, reward of B_i) for each pair of a scored, complete stream. A B_i that no ended
-    response extends has reward 0 plus the trunk's penalty (``zero``), or its pair is None (``drop``)."""
     trunk_penalty, truncated = _open_end(stream, penalty)
     known = [trunk_penalty] if truncated and penalty is not no_penalty else []
     rewards: list[tuple[float, float] | None] = []
@@ -153,9 +142,9 @@ def pair_rewards(
         if ended:
             # with a penalty the truncated trunk is a response, too, of reward 0
             values = ended + known
-            rewards.append((a, max(values) if reduce == "max" else sum(values) / len(values)))
+            rewards.append((a, max(values) if settings.suffix_reward == "max" else sum(values) / len(values)))
         else:
-            rewards.append(None if unfinished == "drop" else (a, trunk_penalty))
+            rewards.append(None if settings.unfinished == "drop" else (a, trunk_penalty))
     return rewards[::-1]
 
 
