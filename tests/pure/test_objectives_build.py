@@ -405,6 +405,16 @@ def test_few_lines_that_are_alive_weigh_against_four_of_the_prompts_mean():
     np.testing.assert_allclose(tree.nodes[2].advantage, [-0.75, -0.75, -(0.5 + 4 * 0.75) / 5])
 
 
+def test_lines_behind_a_fork_share_its_weight_among_those_that_are_alive():
+    steps = [segment([3, 3]), segment([4, 9], 1.0), segment([5, 9], 1.0), *[segment([3] * 4, 0.0)] * 2]
+    steps[4] = dataclasses.replace(steps[4])
+    tree = kit.tree(QUESTION, 0, steps, [-1, 0, 0, -1, -1])
+    keys = {"sampling": "tree", "objective": "rloo", "group_size": 3, "loss__baseline": "alive"}
+    (built,), _ = build_trees([tree], recipe(**keys, tree_sampling={"branching": 2, "forks": 1}))
+    # the other line of the fork is right and weighs 1/6, two that are wrong 1/3 each, like their mean 4 times
+    np.testing.assert_allclose(built.nodes[2].advantage, [1 - 1 / 6 / (1 / 6 + 2 / 3 + 4 / 3)] * 2)
+
+
 def at_random(kind: str, seed: int, homes: int) -> list:
     """Return rollouts of four prompts, on random ranks of ``homes``."""
     draw, rollouts = random.Random(seed), []
