@@ -104,9 +104,8 @@ def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:
     Groups that are centred (DLER, REINFORCE++ with baseline) need none: round-off would move exact zeros."""
     flat = [value for group in groups for value in group]
     if centre and flat:
-        # the mean of equal values, which a sum of floats may miss
-        mean = flat[0] if all_equal(flat) else fmean(flat)
-        groups = [[value - mean for value in group] for group in groups]
-        flat = [value for group in groups for value in group]
+        flat = dr_grpo(flat, ())
+        centred = iter(flat)
+        groups = [[next(centred) for _ in group] for group in groups]
     std = math.sqrt(fmean(value * value for value in flat)) if flat else 0.0
     return [[value / std for value in group] for group in groups] if std else groups

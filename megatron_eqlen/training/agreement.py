@@ -116,13 +116,13 @@ def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[
         ends = [line.last.number for line in rollout.lines()]
         name = f"{rollout.prompt_id}/{rollout.index}"
         tree, nodes = token_tree(rollout, name, rollout.line(draw.choice(ends)) if ends else [])
-        if (size := sum(map(len, tree.nodes))) <= room and len(tree.nodes) > 1:
-            room -= size
-            trees.append(tree)
         for number, node in nodes.items():
             node.tokens = node.tokens.without(unused)
             # lines are compared, not trained: every generated token weighs 1
             node.weight = float(number >= 0 and node.tokens.generated > 0)
+        if (size := sum(map(len, tree.nodes))) <= room and any(node.weight for node in tree.nodes):
+            room -= size
+            trees.append(tree)
         if trees and room <= enough:
             break
-    return [tree for tree in trees if any(node.weight for node in tree.nodes)]
+    return trees

@@ -3,6 +3,8 @@
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
+
 from megatron_eqlen.processes import events
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.types import RolloutKey, rollout_key
@@ -39,6 +41,10 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
     assert min(column(folder, "train/grad_norm")) > 0
     stages = [event["stage"] for event in events.read(folder) if "began" in event]
     assert stages.count("harvest") == stages.count("train") == 4
+    # of two ranks and a server; the budget does not pay for evaluations
+    worked = [record["time/step"] - record.get("time/evaluate", 0.0) for record in metrics(folder)]
+    assert column(folder, "time/gpu_hours") == pytest.approx([3 * n / 3600 for n in accumulate(worked)])
+    assert [number for number in range(4) if "time/evaluate" in metrics(folder)[number]] == [1, 3]
 
 
 def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.packing.tree import Forest
@@ -19,8 +21,17 @@ from megatron_eqlen.recipe import LossRecipe, RecipeError, RolloutRecipe
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run import Run
-from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines, mismatch_of
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.training.agreement import (
+    Compared,
+    MismatchError,
+    check_servers,
+    disagreement,
+    drawn_lines,
+    mismatch_of,
+)
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
+from megatron_eqlen.types import Part
 from tests.kit.report_runs import example_group, example_stream, example_tree
 
 SMALL = {"name": "t", "steps": 9, "model": {"path": "m"}, "data": {"sources": [{"name": "a", "path": "b"}]}}
@@ -38,6 +49,18 @@ def small(**rollout):
 def test_a_step_disagrees_above_the_tolerance_which_is_larger_in_fp8(mismatch, quantization, message):
     said = disagreement(mismatch, RolloutRecipe(quantization=quantization, top_p=1.0, top_k=0))
     assert said is None if message is None else message in str(said)
+
+
+@pytest.mark.parametrize(("dtype", "rollout", "refused"), [
+    ("float32", {}, True), ("float32", {"mismatch": {"tolerance": 0.1}}, False), ("bfloat16", {}, False),
+])  # fmt: skip
+def test_a_server_without_round_off_has_the_trainers_log_probs_but_for_a_hundredth(dtype, rollout, refused):
+    recipe = small(**rollout)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+    job: Any = SimpleNamespace(recipe=recipe, model=SimpleNamespace(delta_net=None))
+    compared = {"http://a": Compared(10, -10.0, -10.0, 0.2, (0.1, "some token"))}
+    with pytest.raises(MismatchError, match="log-probs of the trainer") if refused else nullcontext():
+        check_servers(compared, job)
 
 
 class Screen:
@@ -136,3 +159,9 @@ def test_lines_are_drawn_among_all_that_was_generated_and_on_every_rank_the_same
         assert all(node.parent == number - 1 for tree in trees for number, node in enumerate(tree.nodes))
         seen |= set(forest.names)
     assert len(seen) > 30
+
+
+def test_a_line_that_the_budget_cut_before_its_first_token_is_not_drawn():
+    empty = kit.group(example_group().prompt, 3, [Part(Tokens.of([]))], outcome="budget")
+    assert drawn_lines([empty], small(), 0) == []
+    assert Forest.of(drawn_lines([example_group(), empty], small(), 0)).names == ["sums/a.parquet#2/0"]

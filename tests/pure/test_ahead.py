@@ -200,6 +200,12 @@ def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowe
         second = source.collect(Step(1, 1))
         assert second.data_position["source"]["drawn"] == 2 * PROMPTS
         assert second.data_position["oldest"] == [(2, 0), (3, 1)]
+        assert second.policy_version == 1, "which trains it"
+    # in another process these steps have the ages that they had
+    engine = Served(random.Random(0), policy_version=2)
+    with rollouts(engine, tmp_path, 2, steps=None) as source:
+        source.go_to(second.data_position)
+        assert source.collect(Step(2, 2)).data_position["oldest"] == [(3, 1), (4, 2)]
 
 
 def test_tokens_that_are_too_old_are_set_aside_and_sampled_anew(tmp_path, caplog):

@@ -268,6 +268,13 @@ def test_a_result_of_a_commit_of_the_hub_is_of_a_recipe_that_names_none(recipe, 
     assert not read_results(file)[0].is_of(asked(other, recipe))
 
 
+def test_the_evaluation_after_a_run_comes_behind_that_of_its_last_step(tmp_path):
+    labels = ["before", "step-00000002", "step-00000003", "after"]
+    for label in labels:
+        (tmp_path / f"{label}.json").touch()
+    assert [path.stem for _, path in evaluation_files(tmp_path, 3)] == labels
+
+
 def test_a_change_is_said_where_both_were_sampled_alike(recipe, tmp_path):
     raw = recipe.model_dump() | {"seed": 5}
     raw["evaluation"] |= {"temperature": 1.0}

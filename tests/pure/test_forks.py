@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.advantages import refusing
+from megatron_eqlen.objectives.token_baseline import Span, fitted
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Marker, Setting
@@ -109,6 +110,14 @@ def test_a_fit_to_other_prompts_is_an_exact_baseline(keys, prompts):
     for found in expected:
         np.testing.assert_allclose(prompts * found, world.gradient(), rtol=0, atol=1e-12)
     assert fit > 1
+
+
+def test_a_fit_comes_the_nearer_to_what_can_be_fitted_the_more_prompts_it_has():
+    """Of two lines one is right: the mean of the other says which, exactly."""
+    lines = [Span(0, 4, 0.5, reward, (0, number), 0) for number, reward in enumerate((1.0, 0.0))]
+    for prompts in (11, 101, 1001):
+        baselines = np.array(fitted([lines] * prompts, 4)[0])
+        np.testing.assert_allclose(baselines, [[1.0] * 4, [0.0] * 4], atol=3 / prompts)
 
 
 def half(prompts, limit):

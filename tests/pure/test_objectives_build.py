@@ -109,6 +109,21 @@ def test_the_only_stream_of_a_prompt_is_compared_within_its_pairs():
     assert [node.advantage for node in tree.nodes] == [node.advantage for node in within.nodes]
 
 
+def test_a_named_reward_is_compared_with_the_other_streams_of_its_prompt_too():
+    streams = [worked_example(a1=1, a2=1, tail=0), worked_example(a1=0, a2=1, tail=1)]
+    streams[1].index = 1
+    for grade in (part.grade for stream in streams for part in stream.parts if part.grade):
+        grade.rewards = {"a": grade.reward}
+    keys = {"equal_length__pair_weight": "on_policy", "equal_length__baseline": "streams", "group_size": 4}
+    keys |= {"objective": "rloo", "reward__weights": {"a": 1.0}, "packing__max_tokens_per_row": 4096}
+    apart, together = (
+        build(streams, **keys, data=OWN_GRADER, loss__rewards=rewards)[0] for rewards in ("apart", "together")
+    )
+    advantages = [[node.advantage for node in tree.nodes] for tree in together]
+    assert [[node.advantage for node in tree.nodes] for tree in apart] == advantages
+    assert [sum(of_pair) != 0 for of_pair in (advantages[0][1:3], advantages[1][1:3])] == [True, True]
+
+
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
     group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
     for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):
@@ -290,6 +305,16 @@ def test_lspo_keeps_prompts_up_to_the_low_quantile_and_from_high_to_max_of_each_
     assert set(drop) == {group.prompt_id for group in [dull, *groups]} - expected
 
 
+def test_what_the_budget_cut_off_is_no_response_of_a_mean_length_of_lspo():
+    cut = Part(Tokens.of([3] * 40, -1.0))
+    groups = [
+        kit.group(prompt(f"p{n}"), 0, [segment([3] * n, 1.0), segment([3] * n, 0.0), *[cut] * (n == 1)])
+        for n in (1, 2, 3)
+    ]
+    keys = {"sampling": "independent", "objective": "lspo", "loss__length_quantiles": [0.3, 1.0, 1.0]}
+    assert filter_groups(groups, Job(recipe(**keys))) == (["p1", "p3"], ["p2"])
+
+
 def test_lspo_trains_what_it_keeps_as_grpo_does():
     lspo, grpo = (Job(recipe(sampling="independent", objective=name)).objective for name in ("lspo", "grpo"))
     assert lspo.length_quantiles == (0.3, 0.65, 0.95)
@@ -328,6 +353,13 @@ def test_a_tree_has_policy_versions_only_where_a_step_trains_older_tokens():
     assert all("versions" in sampled.tokens for sampled in stream.parts)
 
 
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1 + 0.2, 0.3, 0.3]], ids=str)
+def test_a_batch_of_equal_rewards_is_not_whitened_to_differences_of_round_off(rewards):
+    group = kit.group(QUESTION, 0, [segment([3, 9], reward) for reward in rewards])
+    (tree,), _ = build([group], sampling="independent", objective="reinforce_pp", group_size=3)
+    assert [node.advantage for node in tree.nodes] == [0, 0, 0, 0]
+
+
 def test_whitening_leaves_an_advantage_of_0_as_it_is():
     centred = dr_grpo([0.1, 0.2, 0.4], [1, 1, 1])
     assert fmean(centred) != 0, "but for round-off"
@@ -352,15 +384,16 @@ def test_sides_of_unequal_length_are_refused_by_name():
         build([stream])
 
 
-def test_prompts_whose_other_rollouts_are_not_complete_keep_their_mean_over_tokens():
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_prompts_whose_other_rollouts_are_not_complete_keep_their_mean_over_tokens(minibatches):
     """One of two streams of the prompt is complete: its tokens stand for twice as many, of 4 prompts."""
     carried = CARRIED | {"loss__rollout_is": "token", "loss__loss_agg_mode": "prompt-mean-token-mean"}
-    settings = recipe(group_size=4, **carried)
+    settings = recipe(group_size=4, loss__minibatches=minibatches, **carried)
     stream = kit.stream(QUESTION, 0, 0, [(segment([5, 9], 1.0), segment([6, 7], 0.0))], "both_ended")
     for part in stream.parts:
         part.tokens = part.tokens.with_column("versions", np.zeros(2, np.int64))
     (tree,), _ = build_trees([stream], settings)
-    assert [node.weight for node in tree.nodes[1:]] == [1 / (4 * 2 * 4)] * 2
+    assert [node.weight for node in tree.nodes[1:]] == [minibatches / (4 * 2 * 4)] * 2
 
 
 def test_few_lines_that_are_alive_weigh_against_four_of_the_prompts_mean():
@@ -370,6 +403,16 @@ def test_few_lines_that_are_alive_weigh_against_four_of_the_prompts_mean():
     (tree,), _ = build_trees([group], recipe(**keys))
     # of the last token: one other is alive, with 0.5, and the prompt's mean is 0.75
     np.testing.assert_allclose(tree.nodes[2].advantage, [-0.75, -0.75, -(0.5 + 4 * 0.75) / 5])
+
+
+def test_lines_behind_a_fork_share_its_weight_among_those_that_are_alive():
+    steps = [segment([3, 3]), segment([4, 9], 1.0), segment([5, 9], 1.0), *[segment([3] * 4, 0.0)] * 2]
+    steps[4] = dataclasses.replace(steps[4])
+    tree = kit.tree(QUESTION, 0, steps, [-1, 0, 0, -1, -1])
+    keys = {"sampling": "tree", "objective": "rloo", "group_size": 3, "loss__baseline": "alive"}
+    (built,), _ = build_trees([tree], recipe(**keys, tree_sampling={"branching": 2, "forks": 1}))
+    # the other line of the fork is right and weighs 1/6, two that are wrong 1/3 each, like their mean 4 times
+    np.testing.assert_allclose(built.nodes[2].advantage, [1 - 1 / 6 / (1 / 6 + 2 / 3 + 4 / 3)] * 2)
 
 
 def at_random(kind: str, seed: int, homes: int) -> list:

@@ -67,6 +67,7 @@ def test_a_leaf_of_a_sampled_tree_against_a_truncated_one(length, reward, expect
     assert signs(tree, objective="treerpo", sampling="tree") == expected
 
 
+@pytest.mark.parametrize("outcome", ["truncated", "max_pairs"])
 @pytest.mark.parametrize(("reward", "later", "later_reward", "by_max", "by_mean"), [
     (0.0, 48, 1.0, LOSES, LOSES),  # -0.5 against 0.2, and (0.2 - 1) / 2
     (0.0, 48, 0.0, WINS, WINS),  # -0.5 against -0.8, and -0.9
@@ -74,10 +75,10 @@ def test_a_leaf_of_a_sampled_tree_against_a_truncated_one(length, reward, expect
     (1.0, 46, 1.0, WINS, WINS),  # 0.5 against 0.4, and -0.3
 ])  # fmt: skip
 def test_a_truncated_response_beside_an_ended_one_counts_in_the_mean_alone(
-    reward, later, later_reward, by_max, by_mean
+    reward, later, later_reward, by_max, by_mean, outcome
 ):
     pairs = [(segment(n, "stop", r), segment(n)) for n, r in ((45, reward), (later - 45, later_reward))]
-    stream = kit.stream(QUESTION, 0, 0, pairs, "truncated", segment(LIMIT - later, "length"))
+    stream = kit.stream(QUESTION, 0, 0, pairs, outcome, segment(LIMIT - later, "length"))
     assert signs(stream, objective="dapo") == by_max
     assert signs(stream, objective="dapo", equal_length__suffix_reward="mean") == by_mean
 

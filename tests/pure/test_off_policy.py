@@ -177,3 +177,5 @@ def test_staleness_is_counted_in_trained_tokens():
         "staleness/mean": pytest.approx((3 + 3 + 0 + 1) / 4), "staleness/max": 3.0,
         "staleness/share/0": 0.25, "staleness/share/1": 0.25, "staleness/share/3": 0.5,
     }  # fmt: skip
+    # a run that went back to version 4 trains what another version 5 sampled
+    assert build_minibatches([group], Job(recipe), policy_version=4)[1]["staleness/share/0"] == 0.5

@@ -268,6 +268,14 @@ def test_named_rewards_are_weighed_and_names_without_a_weight_are_refused(tmp_pa
             graded(tmp_path, of_names, weights=dict.fromkeys(names, 1))
 
 
+def test_named_rewards_of_an_environment_are_weighed_too():
+    part = segment("so", ended=True)
+    part.grade = Grade(0.0, "scored", rewards={"right": 1.0, "brief": 1.0})
+    scorer = Scorer(RewardRecipe(weights={"right": 1.0, "brief": -0.25}), Letters())
+    scorer.score([kit.group(prompt(), 0, [part])])
+    assert part.grade.reward == 0.75
+
+
 @pytest.mark.parametrize("name", ["score", "reward", "rewards"])
 def test_a_named_reward_that_is_called_as_the_only_one_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"reward.weights: expected names other than .*, found '{name}'"):

@@ -95,16 +95,16 @@ def test_a_service_that_does_not_answer_is_asked_again_and_a_dead_one_costs_no_t
     monkeypatch.setattr("time.sleep", pauses.append)
 
     def judge(response: str) -> float:
-        left[0] -= 1
-        if left[0] >= 0:
+        left[0] -= response.startswith("again")
+        if response.startswith("again") and left[0] >= 0:
             raise ConnectionResetError("closed")
         return 1.0
 
     monkeypatch.setitem(globals(), "judge", judge)
-    assert score("drop", "right", grader=f"{HERE}:judge")[1]["reward/unscored"] == 0
+    assert score("drop", "first", "again", "last", grader=f"{HERE}:judge")[1]["reward/unscored"] == 0
     assert pauses == [1.0, 2.0]
     left[0] = 99
-    assert score("drop", "a", "b", "c", grader=f"{HERE}:judge")[1]["reward/unscored"] == 3
+    assert score("drop", "again", "again b", "again c", grader=f"{HERE}:judge")[1]["reward/unscored"] == 3
     assert pauses == [1.0, 2.0] * 2
 
 
@@ -172,6 +172,23 @@ def test_dynamic_sampling_asks_for_other_prompts_where_failures_leave_equal_rewa
     assert sum(weights) == pytest.approx(1), "of what is kept"
 
 
+def test_a_further_batch_of_prompts_fills_the_room_that_is_left_and_all_lines_may_be_compared():
+    def of(name: str, *rewards: float) -> Rollout:
+        responses = [ending("right") for _ in rewards]
+        for part, reward in zip(responses, rewards, strict=True):
+            part.grade = Grade(reward, "scored")
+        return kit.group(prompt(f"{HERE}:graded", name), 0, responses)
+
+    sizes = {"group_size": 2, "data": {"prompts_per_step": 2}, "rollout": {"top_k": 0, "top_p": 1.0}}
+    job = Job(small(objective="dapo", sampling="independent", **sizes))
+    session: Any = SimpleNamespace(job=job, recipe=job.recipe, objective=job.objective)
+    step = Step(0, 0, rollouts=(of("first", 1, 0),))
+    kept = select(Batch([of("second", 1, 0), of("third", 0, 1)], {}, None), step, session)
+    assert [rollout.prompt_id for rollout in kept.rollouts] == ["second"]
+    equal = select(Batch([of("equal", 1, 1)], {}, None), step, session)
+    assert (equal.rollouts, len(equal.drawn)) == ([], 1)
+
+
 @pytest.mark.parametrize(("on_error", "rewards"), [("drop", [[0, 1]]), ("zero", [[0, 1], [0, 1], [1, 0]])])
 def test_a_stream_with_a_failure_is_left_out_as_a_whole_or_compared_with_zeros(on_error, rewards):
     recipe = small(objective="grpo", sampling="equal_length", group_size=4, reward={"on_error": on_error})
@@ -214,6 +231,9 @@ def test_the_limit_is_a_share_of_all_responses_also_where_a_stream_is_left_out_a
     ended[1].grade = ended[2].grade = Grade.unscored("late")
     with pytest.raises(UnscoredError, match="7 of 60"):
         refuse_too_many(streams, RewardRecipe(on_error="drop"))
+    for part in ended:
+        part.carried = True  # an earlier step has counted them
+    refuse_too_many(streams, RewardRecipe(on_error="drop"))
 
 
 def slow(response: str) -> float:

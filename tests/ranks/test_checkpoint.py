@@ -197,11 +197,18 @@ def test_a_pointer_alone_is_an_error_and_an_empty_folder_is_a_start(saved, tmp_p
     assert "latest: names 'step-00000016'" in run_ranks(1, load_newest, saved[0], str(tmp_path))[0]
 
 
-def test_an_older_checkpoint_that_the_pointer_names_is_in_force(saved, checkpoints):
+def test_an_older_checkpoint_that_the_pointer_names_is_in_force(saved, checkpoints, tmp_path):
     """A run may be killed between the rename of a checkpoint and that of the pointer."""
     (checkpoints / "latest").write_text("step-00000008\n")
-    ((position, *_, messages),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    other = shutil.copytree(checkpoints, tmp_path / "other")
+    flip(data_file(other / "step-00000008"), 3000)
+    (((position, *_, messages), (before, *_)),) = run_ranks(
+        1, load_each, saved[0], [str(checkpoints), str(other)]
+    )
     assert (position["step"], messages) == (8, [])
+    assert before["step"] == 4, "step 12 is of another line"
+    run_ranks(1, save_steps, saved[0], str(other), (8,), 1)
+    assert (other / "step-00000008").exists(), "it takes the place of step 4, and not of itself"
     run_ranks(1, go_on, saved[0], str(checkpoints))
     assert run_ranks(1, load_newest, saved[0], str(checkpoints))[0][0]["step"] == 12
 
@@ -213,12 +220,15 @@ def test_the_manifest_lists_every_file(checkpoints):
 
 
 def save_before_training(model: str, folder: str) -> bool:
-    """Return True if a run whose steps trained nothing is saved and loaded without a changed bit."""
+    """Return True if a run whose steps trained nothing is saved and loaded without a changed bit, and draws
+    what it would have drawn."""
     policy = policy_of(model)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     save(Path(folder), 1, policy, {}, keep=1)
+    drawn = torch.rand(3)
     policy = policy_of(model)
     saved_state.load(Path(folder), policy)
+    goes_on = torch.equal(torch.rand(3), drawn)
     moments = [
         value
         for chained_optimizer in policy.optimizer.chained_optimizers
@@ -226,7 +236,7 @@ def save_before_training(model: str, folder: str) -> bool:
         for value in (state["step"], state["exp_avg"], state["exp_avg_sq"])
     ]
     same = all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
-    return same and len(moments) > 0 and not any(value.any() for value in moments)
+    return same and goes_on and len(moments) > 0 and not any(value.any() for value in moments)
 
 
 def test_a_run_that_has_trained_nothing_yet_is_saved_too(saved, tmp_path):

@@ -16,7 +16,7 @@ TREES = one_tree_a_row(3)
 
 
 def with_old_tokens_off(folder: str, changes: dict) -> tuple:
-    """Take an update whose older tokens have other log-probs, then one that has no others."""
+    """Compare lines whose older tokens have other log-probs, train them, then some that have no others."""
     rollout = {"max_response_length": 20, "carry_over": True, "tokens_per_step": 1}
     rollout |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     policy = build_policy(folder, changes | {"rollout": rollout, "loss": {"rollout_is": "token"}})
@@ -26,18 +26,21 @@ def with_old_tokens_off(folder: str, changes: dict) -> tuple:
         versions = np.where(np.arange(len(node)) > 0, -3, 0)
         node.tokens = node.tokens.with_column("versions", versions)
         node.tokens["logprobs"][1:] -= 50.0
+    (lines,) = policy.compare(trees).values()
     both = policy.update([trees])
     for node in nodes:
         node.tokens = node.tokens.with_column("versions", np.zeros(len(node), np.int64))
     old = policy.update([trees])
-    return both.metrics, both.worst, old.metrics, old.mismatch, old.worst
+    return lines, both.metrics, both.worst, old.metrics, old.mismatch, old.worst
 
 
 def test_tokens_of_older_weights_are_not_compared(folders):
     """With data parallelism no rank alone knows the mean."""
     ranks = run_ranks(2, with_old_tokens_off, str(folders / "qwen3"), layout(2))
     assert ranks[0] == ranks[1]
-    both, worst, old, none, no_token = ranks[0]
+    lines, both, worst, old, none, no_token = ranks[0]
+    assert lines.count == 3 * 4
+    assert lines.mean < 20
     assert both["mismatch/compared_abs_diff"] < 20 < both["mismatch/logprob_abs_diff"]
     assert both["mismatch/compared_tokens"] == 3 * 4
     assert worst[1].startswith("token 0 of")
@@ -63,7 +66,7 @@ def test_every_rank_knows_the_worst_token_of_all_updates(folders):
 
 def with_other_lines_off(folder: str, changes: dict) -> tuple:
     """Take an update beside drawn lines of which another function sampled one, then one that trains
-    nothing."""
+    nothing, then one that trains these lines beside another."""
     policy = build_policy(folder, changes)
     lines = [replace(tree, name=str(number)) for number, tree in enumerate(copy.deepcopy(TREES))]
     before = policy.compare(lines)
@@ -71,7 +74,7 @@ def with_other_lines_off(folder: str, changes: dict) -> tuple:
         node.tokens = node.tokens.with_column("logprobs", node.tokens["logprobs"] - 50.0)
     after = policy.compare(lines)
     trained = policy.update([TREES], lines)
-    return before, after, trained, policy.update([], lines)
+    return before, after, trained, policy.update([], lines), policy.update([lines], TREES[:1])
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -79,7 +82,7 @@ def test_lines_that_are_not_trained_are_compared_too(folders, pipeline):
     """Each has its own sums, the same on every rank; they are compared also where nothing is trained."""
     ranks = run_ranks(2, with_other_lines_off, str(folders / "qwen3"), layout(2, pipeline=pipeline))
     assert ranks[0] == ranks[1]
-    before, after, trained, idle = ranks[0]
+    before, after, trained, idle, off = ranks[0]
     assert {**after, "1": before["1"]} == before
     assert after["1"].trainer == before["1"].trainer
     assert after["1"].engine == pytest.approx(before["1"].engine - 50 * after["1"].count)
@@ -89,3 +92,5 @@ def test_lines_that_are_not_trained_are_compared_too(folders, pipeline):
     assert trained.worst[1].endswith("of tree '1'")
     assert idle.metrics["train/updates"] == 0
     assert idle.mismatch > 10
+    drawn, of_trained = (off.metrics[f"mismatch/{name}_abs_diff"] for name in ("drawn", "logprob"))
+    assert off.mismatch == of_trained > 10 > drawn
