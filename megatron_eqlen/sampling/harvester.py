@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.track import Track
@@ -59,12 +59,9 @@ class Harvester(ABC):
     """Makes one rollout: launches tracks and decides, from their tokens, when the rollout is complete. It
     sees token sequences only, and the result does not depend on the order in which they arrive."""
 
-    kind: ClassVar[str]
-    """Sampling kind of its rollout."""
-
     def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
         """``index``: the rollout's number among those of its prompt."""
-        self.prompt, self.index = prompt, index
+        self.prompt, self.index, self.kind = prompt, index, setting.recipe.sampling
         self.eos_token_ids, self.seed = setting.eos_token_ids, setting.seed
         self.takes_turns = setting.takes_turns
         self.limit: int = setting.recipe.rollout.max_response_length

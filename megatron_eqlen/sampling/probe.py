@@ -38,11 +38,10 @@ Place = tuple[int, int]
 class Probed(Harvester):
     """Continues one recorded rollout at each of its places."""
 
-    kind = "tree"
-
     def __init__(self, rollout: Rollout, probe: ProbeSampling, setting: Setting) -> None:
         super().__init__(rollout.prompt, rollout.index, setting)
-        self.limit -= len(probe.forced)
+        # whatever was sampled, continuations make a tree
+        self.kind, self.limit = probe.name, self.limit - len(probe.forced)
         self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
         """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:

@@ -104,7 +104,7 @@ class Independent(TreeSampling):
     shares = False
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
-        return Group(prompt, index, setting, Shape(setting.recipe.group_size))
+        return GrowingTree(prompt, index, setting, Shape(setting.recipe.group_size))
 
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
         count = len(rollout.parts)
@@ -204,8 +204,6 @@ class Shape:
 class GrowingTree(Harvester):
     """Harvests the tree of one prompt, whose lines fork where ``search`` finds it in their own tokens."""
 
-    kind = "tree"
-
     def __init__(
         self, prompt: Prompt, index: int, setting: Setting, shape: Shape, search: Search | None = None
     ) -> None:
@@ -278,12 +276,6 @@ class GrowingTree(Harvester):
         if self.search is not None and forks < self.shape.forks:
             self.search(self.lines[-1])  # sets the length to await
         return track
-
-
-class Group(GrowingTree):
-    """Harvests the completions of one prompt."""
-
-    kind = "independent"
 
 
 class ForkedAtDeaths(GrowingTree):

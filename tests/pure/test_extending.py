@@ -413,20 +413,15 @@ def group(rewards: list[float]) -> Rollout:
 
 KIND = """
 from megatron_eqlen.sampling.comparison import ComparisonUnit, response_reward, token_tree
-from megatron_eqlen.sampling.tree import Group
 from megatron_eqlen.sampling.kind import SamplingKind
-from megatron_eqlen.sampling.tree import Shape
-
-
-class Duellists(Group):
-    kind = "mine.duel:DUEL"
+from megatron_eqlen.sampling.tree import GrowingTree, Shape
 
 
 class DuelSampling(SamplingKind):
     name = "mine.duel:DUEL"
 
     def harvester(self, prompt, index, setting):
-        return Duellists(prompt, index, setting, Shape(2))
+        return GrowingTree(prompt, index, setting, Shape(2))
 
     def compare(self, rollout, recipe, penalty):
         tree, nodes = token_tree(rollout, rollout.prompt_id, rollout.parts)

@@ -47,8 +47,6 @@ def tail_of(stream: Rollout) -> Part | None:
 class DualTrack(ForkedAtDeaths):
     """Harvests one stream: two lines that fork at deaths. Parts and tracks are numbered as they are made."""
 
-    kind = "equal_length"
-
     def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
         recipe = setting.recipe
         most = recipe.equal_length.max_pairs or recipe.rollout.max_response_length
