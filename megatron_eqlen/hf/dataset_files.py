@@ -20,8 +20,8 @@ KEYWORDS = {
 }
 """Words in a file's path that name its split."""
 
-# ``train-00000-of-00010.parquet``
-_SHARD = re.compile(r"((?:.*/)?(\w+))-(\d{5})-of-(\d{5})\b.*")
+# ``train-00000-of-00010.parquet``, but not in ``.cache`` of ``hf download``
+_SHARD = re.compile(r"(?!\.)((?:.*/)?(\w+))-(\d{5})-of-(\d{5})\b.*")
 # ``---``, YAML, ``---`` at the beginning of README.md.
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 
