@@ -8,6 +8,7 @@ import random
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
@@ -74,14 +76,17 @@ one_life = st.fixed_dictionaries({
 @given(
     seed=st.integers(0, 2**16), staleness=st.integers(0, 3), budget=st.sampled_from([None, 5, 15, 40]),
     max_staleness=st.sampled_from([1, 2, 100]), lives=st.lists(one_life, max_size=4), steady=st.booleans(),
+    interval=st.sampled_from([0.0, 2.0]),
 )  # fmt: skip
-def test_every_unit_is_trained_once_and_in_time(seed, staleness, budget, max_staleness, lives, steady):
-    """``steady``: each step has one update; otherwise one may be skipped, or a step have two. The script's
-    tokens do not depend on the weights."""
+def test_every_unit_is_trained_once_and_in_time(
+    seed, staleness, budget, max_staleness, lives, steady, interval
+):
+    """``steady``: each step has one update; otherwise one may be skipped, or a step have two. ``interval``:
+    seconds until tokens are recorded. The script's tokens do not depend on the weights."""
     chaos, trained = random.Random(seed), dict[int, Trained]()
     updates = (1 if steady else chaos.choice([0, 1, 1, 2]) for _ in itertools.count())
     limits = {"carry_over": budget is not None, "tokens_per_step": budget, "max_staleness": max_staleness}
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
         for life in [*lives, None]:
             settings = life or {"life": float("inf"), "slots": 6, "stop": STEPS, "back": 0}
             engine = Servers(chaos, policy_version=0, max_num_seqs=settings["slots"])
