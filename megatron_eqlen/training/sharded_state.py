@@ -49,6 +49,7 @@ def load(policy: Policy, state: dict[str, Any]) -> None:
         )
         load_weights(state[_chunk_key(policy, number)])
     load_state(policy.optimizer, state["optimizer"])
+    policy.schedule.num_steps = 0  # Megatron adds what it loads
     policy.schedule.load_state_dict(state["schedule"])
 
 

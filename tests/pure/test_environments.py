@@ -881,17 +881,17 @@ def test_a_fork_gets_a_copy_of_the_environment_only_as_it_was_where_it_forks():
     line.answer([7], 0)
     harvester = SimpleNamespace(line=lambda number: [Part(Tokens.of([]))])
     for answered, copies in ((1, 0), (0, 1)):
-        dialogues._states["p", 0] = {0: _State(Talker(), line, answered)}
+        dialogues._states["p", 0] = {0: _State(Talker(QUESTION, 0), line, answered)}
         dialogues.fork(("p", 0), harvester, [fork])
         assert dialogues.counts["copies"] == copies
         assert (1 in dialogues._states["p", 0]) == bool(copies)
 
 
-class Talker:
+class Talker(Environment):
     """Can be copied."""
 
     def fork(self):
-        return Talker()
+        return Talker(QUESTION, 0)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "harvest"])

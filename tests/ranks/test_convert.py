@@ -22,7 +22,7 @@ from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.torch_dist import content_metadata, find_checkpoint, load_sharded
 from megatron_eqlen.models.weights import export_hf
-from megatron_eqlen.processes.distributed import leave
+from megatron_eqlen.processes.distributed import SECRET, leave
 from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.gpt_checkpoints import save_gpt
@@ -485,16 +485,18 @@ def test_the_commands_name_a_missing_folder(arguments):
     assert err.strip().splitlines()[-1] == f"{called}: nowhere: no such folder"
 
 
-def without_a_world(*arguments: str) -> tuple[int, str, str]:
+def without_a_secret(*arguments: str) -> tuple[int, str, str]:
+    """Run a converter's command as the first of two nodes."""
     leave()
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.pop(SECRET, None)
     return command(*arguments)
 
 
 def test_what_is_wrong_before_processes_meet_is_said_alone():
-    """Two nodes without a secret, for instance."""
-    status, _, err = run_ranks(1, without_a_world, "hf_to_megatron", "hf", "out", "--tensor", "0")[0]
+    status, _, err = run_ranks(1, without_a_secret, "hf_to_megatron", "hf", "out", "--tensor", "2")[0]
     assert status == 2
-    assert re.search(r"^eqlen convert hf-to-megatron: .*\ntensor\n.*greater than 0", err)
+    assert re.search(rf"^eqlen convert hf-to-megatron: {SECRET}: expected a secret .*\n\Z", err)
 
 
 def visible_gpus() -> tuple[str | None, bool]:
