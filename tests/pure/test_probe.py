@@ -74,6 +74,7 @@ def probed(kind, settings, choose, progress=None, observers=()):
         kind.prompts, settings, range(WORLD.ends), seed=0, progress=progress or HarvestProgress(), kind=kind
     )
     (found,), _ = harvest(Drawing(choose, row), plan, observers)
+    assert found.kind == "tree", "its parts are no completions of a group, whatever was sampled"
     WORLD.grade(found)
     return found
 
