@@ -113,7 +113,7 @@ def test_a_fit_to_other_prompts_is_an_exact_baseline(keys, prompts):
 
 
 def test_a_fit_comes_the_nearer_to_what_can_be_fitted_the_more_prompts_it_has():
-    """Of two lines one is right: the mean of the other says which, exactly."""
+    """Fit two lines, of which one is right: the mean of the other says which, exactly."""
     lines = [Span(0, 4, 0.5, reward, (0, number), 0) for number, reward in enumerate((1.0, 0.0))]
     for prompts in (11, 101, 1001):
         baselines = np.array(fitted([lines] * prompts, 4)[0])
