@@ -16,7 +16,7 @@ from megatron_eqlen.record.reader import fill_numbers, read_skeletons, step_file
 from megatron_eqlen.report.format import MISMATCH, RESPONSE_LENGTH, compact, first_of
 from megatron_eqlen.report.metrics import Records
 from megatron_eqlen.report.recorded import find_decoder
-from megatron_eqlen.types import UNSCORED, Part, Rollout, last_turn
+from megatron_eqlen.types import UNSCORED, Metrics, Part, Rollout, last_turn
 
 STEPS = 24
 """Number of newest steps that are looked at."""
@@ -63,6 +63,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
             kept = compact(first_of(last, RESPONSE_LENGTH))
             text += f"; left out were {compact(left)} tokens long, kept {kept}"
         yield UNSCORED, text
+    yield from unforked(recipe, last)
     if skipped := last.get("train/skipped_updates"):
         yield "skipped", f"{skipped:.0f} updates were skipped, see the warnings above"
         return
@@ -77,6 +78,18 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
         why = f"none of its {units:.0f} comparison units has unequal rewards"
         # a step that trained something needs no excuse
         yield from causes or [("idle", why)][:idle]
+
+
+def unforked(recipe: Recipe, harvested: Metrics) -> Iterator[Diagnosis]:
+    """Yield why no line of a step forked, if the recipe has trees whose places of forks are not learned."""
+    tree = recipe.tree_sampling
+    if recipe.sampling == "tree" and tree.fork != "profile" and harvested.get("harvest/forks") == 0:
+        why = {
+            "tokens": "all responses end within tree_sampling.step_tokens",
+            "marker": f"{tree.marker!r} (tree_sampling.marker) is in no response, or at its very end",
+            "death": "no line goes on where another ends",
+        }[tree.fork]
+        yield "forks", f"no line forked: {why}"
 
 
 def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:

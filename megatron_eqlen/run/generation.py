@@ -72,8 +72,6 @@ class Generator(InTurn):
         placed = self.recipe.sampling == "tree" and self.recipe.tree_sampling.fork == "profile"
         self.placed = PlacedTrees(self.recipe) if placed else None
         self.kind: TreeSampling | None = self.placed
-        self.forked = True
-        """False if no line of the newest harvest forked that could have forked."""
         self.recorded: tuple[int | None, list[Path]] = None, []
         """(number of a step, files that an earlier process recorded of it)."""
 
@@ -155,23 +153,8 @@ class Generator(InTurn):
         # every rank has read the files that are removed now
         if distributed.is_rank0() and not self.recipe.rollout.carry_over:
             reader.remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
-        self._warn_without_forks(combined)
         measured = combined | seconds | position_metrics(position)
         return Batch(replicas.part(rollouts), measured, position, prompts)
-
-    def _warn_without_forks(self, harvested: Metrics) -> None:
-        """Warn if no tree forked, unless the harvest before had no forks either."""
-        tree, before = self.recipe.tree_sampling, self.forked
-        self.forked = (
-            self.recipe.sampling != "tree" or harvested.get("harvest/forks") != 0 or self.placed is not None
-        )
-        if before and not self.forked:
-            why = {
-                "tokens": "all responses end within tree_sampling.step_tokens",
-                "marker": f"{tree.marker!r} (tree_sampling.marker) is in no response, or at its very end",
-                "death": "no line goes on where another ends",
-            }[tree.fork]
-            self.session.progress.warn(f"no line forked: {why}")
 
     def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
         """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
@@ -263,8 +246,7 @@ class OneHarvest(Generator):
         self, session: Session, streams: Path, of: BenchmarkRecipe | ProbeSampling, synced: bool = False
     ) -> None:
         super().__init__(session, streams, synced)
-        # a probe's rollouts need no fork, and a benchmark's have none
-        self.of, self.placed, self.forked = of, None, False
+        self.of, self.placed = of, None
         self.kind = of if isinstance(of, ProbeSampling) else None
 
     def prompts(self, step: Step) -> list[Prompt]:

@@ -22,6 +22,7 @@ from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
+from megatron_eqlen.report.diagnosis import unforked
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
@@ -104,6 +105,8 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
         if hold is not None:
             # a later start of the same SLURM job may have taken the folder over
             hold.check()
+        for _, why in () if benchmark else unforked(job.recipe, step.metrics):
+            session.progress.warn(why)
         session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
 
 

@@ -77,6 +77,19 @@ def test_a_step_that_learns_is_told_nothing_and_what_is_left_out_is_told_beside_
     assert text == "3 responses have no reward (reward.on_error: drop); left out were 90 tokens long, kept 30"
 
 
+@pytest.mark.parametrize(("tree", "why"), [
+    ({"fork": "tokens"}, ["no line forked: all responses end within tree_sampling.step_tokens"]),
+    ({"fork": "marker", "marker": "So"},
+     ["no line forked: 'So' (tree_sampling.marker) is in no response, or at its very end"]),
+    ({"fork": "profile"}, []),
+])  # fmt: skip
+def test_trees_without_a_fork_are_told_why_whatever_is_trained(tmp_path, tree, why):
+    of = recipe(tmp_path, sampling="tree", objective="rloo", tree_sampling=tree)
+    learns = IDLE | {"step": 1, "time": 0.0, "train/updates": 1.0}
+    for forks, told in ({"harvest/forks": 0.0}, why), ({"harvest/forks": 1.0}, []), ({}, []):
+        assert [text for _, text in diagnose(tmp_path, of, [learns | forks])] == told
+
+
 @pytest.mark.parametrize(("name", "values", "kind"), [
     ("loss/entropy", [1.0] * 6 + [0.05] * 3, "entropy"),
     ("loss/entropy", [0.6] * 4 + [0.3] * 4, None),
