@@ -7,11 +7,13 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
@@ -167,7 +169,17 @@ class RewardFunction:
         ordered = (name for name, one in self._named.items() if one.kind is one.POSITIONAL_ONLY)
         first = [filled.pop(name) for name in ordered if name in filled]
         returned = self._function(*first, **filled)
-        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        if not inspect.iscoroutine(returned):
+            return returned
+        thread, runner = _runner(os.getpid())
+        return thread.submit(runner.run, returned).result()
+
+
+@cache
+def _runner(process: int) -> tuple[ThreadPoolExecutor, asyncio.Runner]:
+    """Return thread and loop of a process's async rewards: a client that they share belongs to one loop, and
+    a notebook's own thread runs another."""
+    return ThreadPoolExecutor(1, "rewards"), asyncio.Runner()
 
 
 @contextmanager

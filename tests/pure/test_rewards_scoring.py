@@ -188,6 +188,19 @@ def test_a_function_gets_what_its_parameters_name(tmp_path, function):
     assert grade.grader == f"{__name__}:{function.__name__}"
 
 
+async def of_loops(completion, loops=set()):  # noqa: B006
+    loops.add(asyncio.get_running_loop())
+    return len(loops)
+
+
+def test_async_functions_share_a_loop_to_which_their_clients_belong_also_in_a_notebook(tmp_path):
+    async def cell():
+        return graded(tmp_path, of_loops)
+
+    grades = [graded(tmp_path, of_loops), asyncio.run(cell()), graded(tmp_path, of_loops)]
+    assert [grade.reward for grade in grades] == [1.0, 1.0, 1.0]
+
+
 def told(question, completion, answer, hint="none"):
     return float((question, answer, hint) == ("2+2?", "4", "none"))
 
