@@ -747,7 +747,7 @@ class Opened(Environment):
     def __init__(self, prompt, seed, text: str = "", number: int = 0, flag: bool = False, rate: float = 0.0,
                  either: "int | str" = 0, mode: Literal["1", "on"] = "on", names: tuple[str, ...] = (),
                  nowhere: "Nowhere" = None, free=None, place: Path = Path(),  # noqa: F821
-                 point: Point = Point(0, 0)):  # fmt: skip  # noqa: B008
+                 point: Point = Point(0, 0)):  # fmt: skip
         ...
 
     def step(self, message): ...
