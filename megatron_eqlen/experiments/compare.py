@@ -9,7 +9,7 @@ row is a dict from a column's name to its value.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -278,13 +278,12 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
             differ = [key for key in ALIKE if len({str(each[key]) for each in asked if each.get(key)}) > 1]
             notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []
     # then model, data and own code whose content is not that of other runs
-    inputs: dict[str, set[str]] = defaultdict(set)
-    for folder in (run.folder for group in methods for run in group.runs):
-        for path, files in recorded(folder).items():
-            inputs[path].add(str(sorted(files.items())))
-    changed = [path for path, found in inputs.items() if len(found) > 1 and not path.startswith("RUN/")]
-    text = f"Unequal inputs: {', '.join(changed)} changed between runs ({FILE} has each one's)"
-    return [*notes, text] if changed else notes
+    folders = [run.folder for group in methods for run in group.runs]
+    inputs = {(path, str(files)) for folder in folders for path, files in recorded(folder).items()}
+    contents = Counter(path for path, _ in sorted(inputs))
+    if changed := [path for path in contents if contents[path] > 1 and not path.startswith("RUN/")]:
+        notes.append(f"Unequal inputs: {', '.join(changed)} changed between runs ({FILE} has each one's)")
+    return notes
 
 
 def compared_cost(groups: Sequence[Group]) -> str:

@@ -178,7 +178,5 @@ def _verdict(grade: Grade, gold: str) -> str:
 
 def _versions(part: Part) -> tuple[int, ...]:
     """Return the policy versions that sampled a part, in order."""
-    if "versions" not in part.tokens or not len(part):
-        return ()
-    distinct = dict.fromkeys(part.tokens["versions"].tolist())
-    return tuple(version for version in distinct if version != VERSIONS.unknown)
+    versions = part.tokens["versions"].tolist() if "versions" in part.tokens else ()
+    return tuple(version for version in dict.fromkeys(versions) if version != VERSIONS.unknown)
