@@ -245,6 +245,16 @@ def test_an_objective_is_one_file(package):
     assert [node.weight for node in tree.nodes[1:]] == [1 / 4, 1 / 4]
 
 
+def test_the_page_has_an_objective_and_parts_that_can_be_used(package):
+    page = (ROOT / "docs/extending.md").read_text()
+    (package / "mine/half.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (package / "mine.yaml").write_text(yaml.safe_dump(recipe().model_dump(mode="json", exclude_unset=True)))
+    parts = {"advantage": "above_half", "surrogate": "squared_ratio", "loss_agg_mode": "root_length"}
+    asked = ["objective=mine.half:HALF"], [f"loss.{key}=mine.half:{name}" for key, name in parts.items()]
+    used = [Job(load(package / "mine.yaml", overrides)).objective for overrides in asked]
+    assert [objective.advantage.__name__ for objective in used] == ["above_half"] * 2
+
+
 def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(package):
     raw = recipe(loss={"kl_coef": 0.0}).model_dump(mode="json", exclude_unset=True)
     (package / "mine.yaml").write_text(yaml.safe_dump(raw))
