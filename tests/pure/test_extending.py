@@ -42,6 +42,7 @@ from megatron_eqlen.record.recorder import FILES, Recorder
 from megatron_eqlen.report.rollouts import Training, view
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
@@ -441,7 +442,7 @@ class DuelSampling(SamplingKind):
         return tree, [unit]
 
     def labels(self, rollout):
-        return "a duel", ["L", "R"]
+        return "a duel", ["L", "R"][: len(rollout.parts)]
 
     def harvest_metrics(self, rollouts):
         return {"harvest/completions": 2 * len(rollouts)}
@@ -454,7 +455,7 @@ DUEL = DuelSampling()
 """
 
 
-def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_path):
+def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_path, monkeypatch):
     other = 'OTHER = type("Other", (DuelSampling,), {"name": "x"})()'
     (package / "mine" / "duel.py").write_text(KIND + other)
     limits = {"max_response_length": 8, "keep_sampling_mask": False}
@@ -481,6 +482,9 @@ def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_pa
     assert len(trees) == metrics["objective/pairs"] == 3
     seen = view(rollouts[0], str, Training(rollouts, None))
     assert (seen.title, [side.label for side in seen.parts]) == ("a duel", ["L", "R"])
+    monkeypatch.setattr(type(KINDS[mine.sampling]), "labels", lambda self, rollout: ("a duel", ["L"]))
+    with pytest.raises(ValueError, match=r"mine\.duel:DUEL: labels: expected 2, one a part, found \['L'\]"):
+        view(rollouts[0], str, Training(rollouts, None))
 
 
 # ---- a model family: its line in hf/config_fields.py -------------------------------------------------------
