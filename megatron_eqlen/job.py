@@ -134,11 +134,11 @@ def answering(recipe: Recipe, name: str) -> tuple[Recipe, BenchmarkRecipe]:
     if asked.group_size < 2 or not asked.rollout.temperature:
         expected = "evaluation.samples above 1 and a temperature above 0"
         raise ValueError(f"--benchmark {name}: expected {expected}, found one response to a problem")
-    raw = untrained(asked)
-    for section in ("objective", "teacher", "equal_length", "tree_sampling", "optimizer"):
-        raw.pop(section, None)
-    # rounded weights are refused where no loss corrects for them
-    raw["loss"] = {"rollout_is": "token"} if asked.rollout.quantization else {}
+    unread = "objective", "teacher", "equal_length", "tree_sampling"
+    raw = {section: keys for section, keys in untrained(asked).items() if section not in unread}
+    # rounded weights are refused where no loss corrects for them; nothing is trained that could warm up
+    loss = {"rollout_is": "token"} if asked.rollout.quantization else {}
+    raw |= {"loss": loss, "optimizer": {"warmup_steps": 0}}
     return parse(raw, f"--benchmark {name}"), benchmarks[name]
 
 

@@ -25,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     interrupts.begin()  # before the other imports, which take long enough for Ctrl-C
-    before, sys.argv = sys.argv, sys.argv if argv is None else ["eqlen", *argv]  # ranks get the same command
+    # Ranks get the same command. The name without a path says that a program has called this.
+    before, sys.argv = sys.argv, sys.argv if argv is None else ["eqlen", *argv]
     try:
         return _run(argv)
     except KeyboardInterrupt:

@@ -311,7 +311,8 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     os.environ.setdefault(BEGAN, str(IMPORTED))
     with taking_along():
         # Several ranks on this machine, and no launcher above: they run the same command, and find RANK set.
-        if "RANK" not in os.environ and recipe.world_size > 1:
+        # So does a single one where a program has called ``main``, which may call it again.
+        if "RANK" not in os.environ and (recipe.world_size > 1 or sys.argv[0] == "eqlen"):
             if recipe.cluster.nodes > 1:
                 why = f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher"
                 raise RecipeError(f"{why}: `eqlen submit`, or torchrun on every node")

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +72,8 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
     def make(prompt: Prompt, seed: int) -> Environment:
         gold, _ = referred(prompt.gold)  # a reward function's may hold columns
         plain = gold if isinstance(gold, str) else json.dumps(gold)
-        made = cls(replace(prompt, gold=plain), seed, **options)  # type: ignore[call-arg]
+        # options that one environment changes are its own
+        made = cls(replace(prompt, gold=plain), seed, **deepcopy(options))  # type: ignore[call-arg]
         if (opening := made.opening()) is not None:
             try:
                 refuse_other_prompt(tokenizer, prompt, *opening, thinking)

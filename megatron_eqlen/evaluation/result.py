@@ -14,7 +14,7 @@ from pydantic import FiniteFloat, TypeAdapter
 
 from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.statistics import Interval
-from megatron_eqlen.files import expecting, read_json, write_json
+from megatron_eqlen.files import expecting, read_json, step_number, write_json
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.types import Metrics
 
@@ -235,14 +235,9 @@ class Evaluation:
 
 def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:
     """Return (step, file) of a run's evaluations, in order: ``before`` is step 0, ``after`` comes last."""
-    files = [(_step(path.stem, steps), path) for path in folder.glob("*.json")]
+    # ``before``, ``step-00000012``, or else ``after``
+    files = [(0 if f.stem == "before" else step_number(f.stem) or steps, f) for f in folder.glob("*.json")]
     return sorted(files, key=lambda file: (file[0], file[1].stem == "after", file[1].name))
-
-
-def _step(label: str, last: int) -> int:
-    digits = label.removeprefix("step-")
-    # ``before``, ``step-00000012``, or else ``after``.
-    return 0 if label == "before" else int(digits) if digits.isdecimal() else last
 
 
 def read_evaluations(files: Iterable[tuple[int, Path]]) -> list[Evaluation]:

@@ -9,6 +9,7 @@ row is a dict from a column's name to its value.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_eqlen.experiments.figures import curves, sheet
 from megatron_eqlen.experiments.run_groups import BASE, Group, RunResult, group_runs, read_run, run_folders
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
+from megatron_eqlen.recipe.contents import FILE, recorded
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.format import Rows, compact, markdown_rows
 from megatron_eqlen.report.status import has_ended
@@ -252,7 +254,7 @@ def markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
 
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:
-    """Return what readers should know: runs that ended early, unequal budgets, unequal evaluations."""
+    """Return what readers should know: runs that ended early, unequal budgets, evaluations or inputs."""
     methods = [group for group in groups if group.method != BASE]
     # Runs that ended before their limits.
     notes = [note for group in methods for run in group.runs if (note := _short(_label(group, groups), run))]
@@ -275,6 +277,12 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
             # without a response that ended no grader is known
             differ = [key for key in ALIKE if len({str(each[key]) for each in asked if each.get(key)}) > 1]
             notes += [f"Unequal evaluations of {name}: they differ in {', '.join(differ)}"] if differ else []
+    # then model, data and own code whose content is not that of other runs
+    folders = [run.folder for group in methods for run in group.runs]
+    inputs = {(path, str(files)) for folder in folders for path, files in recorded(folder).items()}
+    contents = Counter(path for path, _ in sorted(inputs))
+    if changed := [path for path in contents if contents[path] > 1 and not path.startswith("RUN/")]:
+        notes.append(f"Unequal inputs: {', '.join(changed)} changed between runs ({FILE} has each one's)")
     return notes
 
 

@@ -74,7 +74,8 @@ def typed(
         with suppress(NameError, PydanticUserError):  # a name for type checkers alone, or a class of its own
             adapter = TypeAdapter(eval(kind, of) if isinstance(kind, str) else kind)
             try:
-                found[name] = adapter.dump_python(_read(adapter, options[name]), mode=mode)
+                value = _read(adapter, options[name])
+                found[name] = value if mode == "python" else adapter.dump_python(value, mode="json")
             except ValidationError:
                 shown = kind if isinstance(kind, str) else inspect.formatannotation(kind)
                 raise ValueError(f"{key}.{name}: expected {shown}, found {options[name]!r:.200}") from None

@@ -54,13 +54,14 @@ def read_step(
     if not (files := step_files(Path(folder))):
         raise ValueError(f"{folder}: expected a recorded step (RUN/streams/step-*), found no {FILES}")
     files = _naming(files, prompt_ids)
-    return _in_training_order(_assembled(files, prompt_ids=prompt_ids, without=without))
+    recorded = _assembled(files, prompt_ids=prompt_ids, without=without)
+    return sorted(recorded.rollouts.values(), key=training_order)
 
 
 def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
     """Return the rollouts of some of a step's files without arrays, in training order: lengths, grades and
     finish reasons. Cheap: checksums are not verified, and prompts have neither tokens nor golds."""
-    return _in_training_order(_assembled(files, SKELETON))
+    return sorted(_assembled(files, SKELETON).rollouts.values(), key=training_order)
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
@@ -285,10 +286,6 @@ def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
         return [(path.name, [path])]
     folders = [path] if step_files(path) else sorted(path.glob("step-*"))
     return [(folder.name, files) for folder in folders if (files := step_files(folder))]
-
-
-def _in_training_order(assembly: Assembly) -> list[Rollout]:
-    return sorted(assembly.rollouts.values(), key=training_order)
 
 
 def _naming(files: Sequence[Path], prompt_ids: Collection[str] | None) -> list[Path]:

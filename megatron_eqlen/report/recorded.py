@@ -24,7 +24,7 @@ from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Traini
 from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.sampling.probe import PROBE
 from megatron_eqlen.sampling.profile import Profile
-from megatron_eqlen.types import Part, Rollout
+from megatron_eqlen.types import Part, Rollout, rollout_key
 
 PROFILED = 8
 """Number of newest steps whose rollouts give advice."""
@@ -58,11 +58,15 @@ class RecordedStep:
     """The rollouts in some of a step's ``files``. Raises ValueError naming a file that is damaged."""
 
     def __init__(self, files: Sequence[Path], job: Job | None) -> None:
-        for path in files:
+        # training compares with all of the step
+        every = [*dict.fromkeys([*step_files(files[0].parent), *files])]
+        for path in every:
             check_file(path)
-        self._files, self.rollouts = files, read_skeletons(files)
-        probed = any(part.role == PROBE for rollout in self.rollouts for part in rollout.parts)
-        self.training = Training(self.rollouts, None if probed else job)
+        self._files, mine = files, {rollout_key(rollout) for rollout in read_skeletons(files)}
+        rollouts = read_skeletons(every)
+        self.rollouts = [rollout for rollout in rollouts if rollout_key(rollout) in mine]
+        probed = any(part.role == PROBE for rollout in rollouts for part in rollout.parts)
+        self.training = Training(rollouts, None if probed else job)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         fill_numbers(rollouts, self._files)

@@ -22,8 +22,6 @@ Role = Literal["raised", "lowered", "equal", "plain"]
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, with weight 0 (equal rewards). ``not trained``: in no comparison. Empty: unknown."""
 
-MATH = "math"
-"""The grader that compares an answer with a gold one (``Prompt.grader``)."""
 SHOWN = 4
 """Number of a step's rollouts that are shown."""
 CUT = 4
@@ -130,7 +128,9 @@ def view(rollout: Rollout, decode: Decode, training: Training) -> RolloutView:
     title, labels = KINDS[rollout.kind].labels(rollout)
     places = {part.number: place for place, part in enumerate(rollout.parts)}
     ends = rollout.along(0, lambda end, part: end + len(part.tokens))
-    gold = rollout.prompt.gold if rollout.prompt.grader == MATH else ""  # of other graders no one answer
+    if len(labels) != (count := len(rollout.parts)):  # of a kind of the user's own
+        raise ValueError(f"sampling: {rollout.kind}: labels: expected {count}, one a part, found {labels}")
+    gold = rollout.prompt.gold if rollout.prompt.grader == "math" else ""  # of other graders no one answer
     parts = [
         PartView(
             label=label,
@@ -178,7 +178,5 @@ def _verdict(grade: Grade, gold: str) -> str:
 
 def _versions(part: Part) -> tuple[int, ...]:
     """Return the policy versions that sampled a part, in order."""
-    if "versions" not in part.tokens or not len(part):
-        return ()
-    distinct = dict.fromkeys(part.tokens["versions"].tolist())
-    return tuple(version for version in distinct if version != VERSIONS.unknown)
+    versions = part.tokens["versions"].tolist() if "versions" in part.tokens else ()
+    return tuple(version for version in dict.fromkeys(versions) if version != VERSIONS.unknown)

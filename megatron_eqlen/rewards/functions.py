@@ -7,12 +7,14 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from numbers import Real
+from threading import Thread
 from typing import Any
 
 from megatron_eqlen.processes.failures import PAUSES, fault_of, retried
@@ -57,8 +59,8 @@ def referred(text: str) -> tuple[Any, dict[str, Any]]:
     return packed["eqlen_gold"], packed["columns"]
 
 
-class _NoValue(ValueError):
-    """A parameter that nothing is known for."""
+class _Misfit(ValueError):
+    """A parameter that nothing is known for, or a result that is no reward."""
 
 
 class RewardFunction:
@@ -99,32 +101,29 @@ class RewardFunction:
         pauses, self._pauses = self._pauses, ()
         with own_code(self.path):
             returned = retried(partial(self._call, prompt, completion, token_ids), pauses)
-        self._pauses = PAUSES
-        try:
+            self._pauses = PAUSES
             rewards = _named(returned)
             reward = 0.0 if rewards else _number(returned)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
         verdict = "not_applicable" if reward is None else "scored"
         return Grade(reward or 0.0, verdict, None, self.path, time.monotonic() - started, rewards=rewards)
 
     def _call(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds) -> Any:
         """Call the function with the response as text, or, if it fails on text alone, with messages."""
+        messages = [{"role": "assistant", "content": completion}]
         # TRL calls a function with messages where the prompts of the data file are messages
         unknown = self._is_chat is None and self._in_lists
         if unknown and isinstance(referred(prompt.gold)[1].get("prompt"), list):
             self._is_chat = True
         if self._is_chat:
-            return self._called(prompt, _messages(completion), token_ids)
+            return self._called(prompt, messages, token_ids)
         try:
             returned = self._called(prompt, completion, token_ids)
         except (TypeError, IndexError, AttributeError):
             if self._is_chat is False:  # text has worked before
                 raise
-            try:
-                returned = self._called(prompt, _messages(completion), token_ids)
-            except Exception:  # noqa: BLE001 - the user's code may raise anything; the first error is raised
-                returned = None
+            returned = None
+            with suppress(Exception):  # the user's code may raise anything; the first error is raised
+                returned = self._called(prompt, messages, token_ids)
             if returned is None:
                 raise
             # a function of text that fails on empty text may take messages all the same
@@ -162,12 +161,34 @@ class RewardFunction:
         filled = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
         required = [name for name, one in self._named.items() if one.default is one.empty]
         if missing := [name for name in required if name not in filled]:
-            raise _NoValue(_no_value(missing[0], columns))
+            raise _Misfit(_no_value(missing[0], columns))
         # parameters before a `/` have no names for the caller
         ordered = (name for name, one in self._named.items() if one.kind is one.POSITIONAL_ONLY)
         first = [filled.pop(name) for name in ordered if name in filled]
         returned = self._function(*first, **filled)
-        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        if not inspect.iscoroutine(returned):
+            return returned
+        result, error = asyncio.run_coroutine_threadsafe(_ended(returned), _loop(os.getpid())).result()
+        if error is not None:
+            raise error
+        return result
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process's async rewards: a client that they share belongs to one loop, and a
+    notebook's own thread runs another. No exit waits for its thread."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+async def _ended(work: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """Return the result or the error: SystemExit, raised in a coroutine, would end its loop."""
+    try:
+        return await work, None
+    except BaseException as error:  # noqa: BLE001  a user's code
+        return None, error
 
 
 @contextmanager
@@ -175,7 +196,7 @@ def own_code(path: str) -> Iterator[None]:
     """Make an error of the user's own code at the import path ``path`` a ValueError that names its line."""
     try:
         yield
-    except _NoValue as error:
+    except _Misfit as error:
         raise ValueError(f"{path}: {error}") from None
     except (KeyboardInterrupt, GeneratorExit):
         raise
@@ -220,10 +241,8 @@ def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.P
 
 
 def _takes_response(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    if any(kind_of(name) in OF_A_RESPONSE for name in parameters):
-        return True
-    only = [*parameters.values()]
-    return len(only) == 1 and only[0].kind is only[0].VAR_KEYWORD
+    only_keywords = [one.kind for one in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
+    return only_keywords or any(kind_of(name) in OF_A_RESPONSE for name in parameters)
 
 
 def _not_a_reward(parameters: Mapping[str, inspect.Parameter], path: str, key: str) -> str:
@@ -261,10 +280,6 @@ def _no_value(name: str, columns: Iterable[str]) -> str:
     )
 
 
-def _messages(completion: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": completion}]
-
-
 def _named(returned: Any) -> dict[str, float]:
     """Return named rewards of what a function returned, {} for one. Raises ValueError if not finite."""
     record = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
@@ -274,8 +289,8 @@ def _named(returned: Any) -> dict[str, float]:
     for name, value in record.items():
         try:
             rewards[str(name)] = _number(value) or 0.0
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        except _Misfit as error:
+            raise _Misfit(f"{name}: {error}") from None
     return rewards
 
 
@@ -294,4 +309,4 @@ def _number(returned: Any) -> float | None:
     with suppress(OverflowError, ValueError):  # an integer beyond floats; a Decimal that signals
         if isinstance(value, Real | Decimal) and math.isfinite(value):
             return float(value)
-    raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")
+    raise _Misfit(f"expected a finite number as reward, got {returned!r:.200}")

@@ -99,13 +99,9 @@ class Target:
         """The step's rollouts. Raises ValueError if there is none, or if different weights sampled them."""
         step, folders = self.options.step, {n + 1: folder for n, folder in scored_steps(self.streams)}
         if step not in folders:
-            nearest = min(folders, key=lambda number: abs(number - step), default=0)
-            kept = (
-                f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {nearest}"
-                if folders
-                else "none"
-            )
-            raise ValueError(f"--step: expected a graded step of {self.streams} ({kept}), found {step}")
+            near = min(folders, key=lambda number: abs(number - step), default=0)
+            has = f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {near}" if folders else "none"
+            raise ValueError(f"--step: expected a graded step of {self.streams} ({has}), found {step}")
         folder = folders[step]
         # the step that completes a suspended rollout records it whole
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]

@@ -242,7 +242,7 @@ class Run:
             "time/step": taken,
             "time/engine_idle": timeline.idle(ENGINE, step.started, now),
             "time/trainer_idle": timeline.idle(TRAINER, step.started, now),
-            "objective/effective_per_gpu_second": effective / (taken * self.recipe.gpus),
+            "objective/effective_per_gpu_second": effective / (worked * self.recipe.gpus),
         }
         # computed from sums over all batches of the step, which are complete only now
         step = step.log(gain_metrics(step.metrics))

@@ -41,7 +41,7 @@ class SamplingKind(ABC):
 
     @abstractmethod
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
-        """Return a title of the rollout and a label of each part, for the report and ``eqlen inspect``."""
+        """Return a title of a rollout, perhaps suspended, and a label of each part, for pages."""
 
     @abstractmethod
     def harvest_metrics(self, rollouts: Sequence[Rollout]) -> Metrics:

@@ -45,6 +45,8 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
     worked = [record["time/step"] - record.get("time/evaluate", 0.0) for record in metrics(folder)]
     assert column(folder, "time/gpu_hours") == pytest.approx([3 * n / 3600 for n in accumulate(worked)])
     assert [number for number in range(4) if "time/evaluate" in metrics(folder)[number]] == [1, 3]
+    speeds = [n / (3 * s) for n, s in zip(column(folder, "objective/effective_samples"), worked, strict=True)]
+    assert column(folder, "objective/effective_per_gpu_second") == pytest.approx(speeds)
 
 
 def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):

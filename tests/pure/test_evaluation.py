@@ -31,7 +31,8 @@ from megatron_eqlen.evaluation.result import (
     read_results,
     write_results,
 )
-from megatron_eqlen.job import answering, load
+from megatron_eqlen.job import Job, answering, load
+from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.recipe import BenchmarkRecipe, RolloutRecipe
 from megatron_eqlen.rewards.scoring import Scorer, UnscoredError
 from megatron_eqlen.run.evaluations import Evaluations, leaderboard
@@ -456,6 +457,8 @@ def test_a_harvest_of_a_benchmark_has_no_limits_of_a_step_nor_asks_for_a_loss(na
     assert asked.rollout.quantization == recipe.rollout.quantization
     limits = asked.rollout.staleness, asked.rollout.carry_over, asked.rollout.tokens_per_step
     assert limits == (0, False, None)
+    few, _ = answering(load(f"recipes/{name}.yaml", [*over, "steps=6"]), first.name)
+    assert "warmup" not in str(remarks(Job(few))), "nothing is trained"
     greedy = load(f"recipes/{name}.yaml", [*over, "evaluation.samples=1"])
     with pytest.raises(ValueError, match=r"expected evaluation.samples above 1 .*, found one response"):
         answering(greedy, first.name)

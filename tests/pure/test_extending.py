@@ -42,6 +42,7 @@ from megatron_eqlen.record.recorder import FILES, Recorder
 from megatron_eqlen.report.rollouts import Training, view
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
@@ -245,6 +246,16 @@ def test_an_objective_is_one_file(package):
     assert [node.weight for node in tree.nodes[1:]] == [1 / 4, 1 / 4]
 
 
+def test_the_page_has_an_objective_and_parts_that_can_be_used(package):
+    page = (ROOT / "docs/extending.md").read_text()
+    (package / "mine/half.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (package / "mine.yaml").write_text(yaml.safe_dump(recipe().model_dump(mode="json", exclude_unset=True)))
+    parts = {"advantage": "above_half", "surrogate": "squared_ratio", "loss_agg_mode": "root_length"}
+    asked = ["objective=mine.half:HALF"], [f"loss.{key}=mine.half:{name}" for key, name in parts.items()]
+    used = [Job(load(package / "mine.yaml", overrides)).objective for overrides in asked]
+    assert [objective.advantage.__name__ for objective in used] == ["above_half"] * 2
+
+
 def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(package):
     raw = recipe(loss={"kl_coef": 0.0}).model_dump(mode="json", exclude_unset=True)
     (package / "mine.yaml").write_text(yaml.safe_dump(raw))
@@ -431,7 +442,7 @@ class DuelSampling(SamplingKind):
         return tree, [unit]
 
     def labels(self, rollout):
-        return "a duel", ["L", "R"]
+        return "a duel", ["L", "R"][: len(rollout.parts)]
 
     def harvest_metrics(self, rollouts):
         return {"harvest/completions": 2 * len(rollouts)}
@@ -444,7 +455,7 @@ DUEL = DuelSampling()
 """
 
 
-def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_path):
+def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_path, monkeypatch):
     other = 'OTHER = type("Other", (DuelSampling,), {"name": "x"})()'
     (package / "mine" / "duel.py").write_text(KIND + other)
     limits = {"max_response_length": 8, "keep_sampling_mask": False}
@@ -471,6 +482,9 @@ def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_pa
     assert len(trees) == metrics["objective/pairs"] == 3
     seen = view(rollouts[0], str, Training(rollouts, None))
     assert (seen.title, [side.label for side in seen.parts]) == ("a duel", ["L", "R"])
+    monkeypatch.setattr(type(KINDS[mine.sampling]), "labels", lambda self, rollout: ("a duel", ["L"]))
+    with pytest.raises(ValueError, match=r"mine\.duel:DUEL: labels: expected 2, one a part, found \['L'\]"):
+        view(rollouts[0], str, Training(rollouts, None))
 
 
 # ---- a model family: its line in hf/config_fields.py -------------------------------------------------------

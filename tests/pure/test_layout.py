@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,6 +230,25 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
     for command in (["train"], ["train", "--dry-run"], ["harvest", "--out", str(tmp_path / "out")]):
         assert outcome(capsys, *command[:1], *words, *command[1:]) == planned
     assert not (tmp_path / "run").exists()
+
+
+def test_a_single_rank_is_a_process_of_its_own_where_a_program_may_call_the_command_again(
+    tmp_path, monkeypatch
+):
+    """Its lock, engine and process groups last as long as its process."""
+    words, done = ["train", str(write_recipe(tmp_path, "qwen3"))], []
+    words += ["cluster.device=cpu", "cluster.processes_per_node=1"]
+    monkeypatch.delenv("RANK", raising=False)
+    # what a rank does to its process
+    monkeypatch.setattr("megatron_eqlen.processes.lifeline.die_with_launcher", lambda: None)
+    monkeypatch.setattr("megatron_eqlen.processes.lifeline.taking_along", nullcontext)
+    monkeypatch.setattr(commands, "watch", lambda interrupts: None)
+    monkeypatch.setattr("megatron_eqlen.processes.launch.launch", lambda *asked: done.append(asked[:2]) or 0)
+    monkeypatch.setattr("megatron_eqlen.run.loop.train", lambda *_: done.append("here"))
+    assert cli.main(words) == 0
+    monkeypatch.setattr("sys.argv", ["/bin/eqlen", *words])
+    assert cli.main() == 0
+    assert done == [(1, words), "here"]
 
 
 numbers = st.fixed_dictionaries({

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
@@ -734,12 +735,19 @@ def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_run
             load(tmp_path / "other.yaml")
 
 
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: int
+
+
 class Opened(Environment):
     """Has options of several types."""
 
     def __init__(self, prompt, seed, text: str = "", number: int = 0, flag: bool = False, rate: float = 0.0,
                  either: "int | str" = 0, mode: Literal["1", "on"] = "on", names: tuple[str, ...] = (),
-                 nowhere: "Nowhere" = None, free=None, place: Path = Path()):  # fmt: skip  # noqa: F821
+                 nowhere: "Nowhere" = None, free=None, place: Path = Path(),  # noqa: F821
+                 point: Point = Point(0, 0)):  # fmt: skip
         ...
 
     def step(self, message): ...
@@ -778,6 +786,8 @@ def test_an_option_of_an_environment_has_the_type_of_its_parameter_and_quoted_te
 
 
 def test_an_environment_gets_options_of_types_that_a_recipe_cannot_write():
-    options = {"place": "7", "names": ["1", "x"], "free": ["1"]}
+    options = {"place": "7", "names": ["1", "x"], "free": ["1"], "point": {"x": "1", "y": 2}}
     found = recipe_load.typed_options("tests.pure.test_recipe:Opened", options, "python")
-    assert found == {"place": Path("7"), "names": ("1", "x")}
+    assert found == {"place": Path("7"), "names": ("1", "x"), "point": Point(1, 2)}
+    written = recipe_load.typed_options("tests.pure.test_recipe:Opened", options, "json")
+    assert written == {"place": "7", "names": ["1", "x"], "point": {"x": 1, "y": 2}}

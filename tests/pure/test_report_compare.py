@@ -12,6 +12,7 @@ import pytest
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
 from megatron_eqlen.experiments.run_groups import _labels, read_run, run_folders
+from megatron_eqlen.recipe.contents import keep
 from tests.kit.report_runs import recipe, write_run
 
 PROBLEMS, SAMPLES = 20, 4
@@ -154,6 +155,14 @@ def test_a_run_that_was_measured_otherwise_after_training_is_said(tmp_path):
         kept = {"question_ids": result(12).manifest["question_ids"], "rollout": manifest}
         write_results(folder / f"evaluation/{name}.json", [replace(result(12), manifest=kept)])
     assert "Unequal evaluations of aime25: they differ in rollout" in tables_of(tmp_path)["notes"]
+
+
+def test_own_code_that_changed_between_seeds_is_said(tmp_path):
+    for seed, digest in ((0, "one"), (1, "two")):
+        run = make_run(tmp_path, seed, right=1)
+        keep(run, {"lab.rules:score": {"": digest}, "data": {"a": "same"}, "RUN/export": {"": digest}})
+    (note,) = tables_of(tmp_path)["notes"]
+    assert note == "Unequal inputs: lab.rules:score changed between runs (contents.json has each one's)"
 
 
 def test_a_step_without_the_metric_is_in_no_mean(tmp_path):

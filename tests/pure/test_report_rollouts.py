@@ -219,6 +219,17 @@ def test_inspect_reads_a_file_a_step_or_all_steps(run, model):
     assert printed(streams, model, limit=2).count("sums/a.parquet#") == 2
 
 
+def test_a_file_alone_shows_advantages_among_all_of_its_step(tmp_path, model):
+    """Those that are standardized over the batch, whose other rollouts lie in other ranks' files."""
+    whole = recipe(model, objective="reinforce_pp")
+    run = write_run(tmp_path, whole, {"step-00000000": [example_stream()]})
+    step, right = run / "streams/step-00000000", segment(make_tokenizer(model), "it is seven", RIGHT)
+    stream = kit.stream(prompt(2), 0, 0, [(right, dataclasses.replace(right, grade=None))], "max_pairs")
+    kit.record(step / "rank-1.arrow", [stream])
+    alone = [printed(step / f"rank-{rank}.arrow", model).splitlines() for rank in (0, 1)]
+    assert sorted(alone[0] + alone[1]) == sorted(printed(step, model).splitlines()[1:])
+
+
 @pytest.mark.parametrize("name", ["nothing", "empty", "file.jsonl", "file.arrow"])
 def test_inspect_names_a_path_without_rollouts(tmp_path, model, name):
     (tmp_path / "empty").mkdir()

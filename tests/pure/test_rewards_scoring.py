@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from decimal import Decimal
@@ -186,6 +189,37 @@ def test_a_function_gets_what_its_parameters_name(tmp_path, function):
     grade = graded(tmp_path, function)
     assert (grade.reward, grade.verdict) == (1.0, "scored")
     assert grade.grader == f"{__name__}:{function.__name__}"
+
+
+async def of_loops(completion, loops=set()):  # noqa: B006
+    loops.add(asyncio.get_running_loop())
+    return len(loops)
+
+
+def test_async_functions_share_a_loop_to_which_their_clients_belong_also_in_a_notebook(tmp_path):
+    async def cell():
+        return graded(tmp_path, of_loops)
+
+    grades = [graded(tmp_path, of_loops), asyncio.run(cell())]
+    with pytest.raises(ValueError, match=r"ends_a_loop: SystemExit at .*: 3"):
+        graded(tmp_path, ends_a_loop)
+    grades.append(graded(tmp_path, of_loops))
+    assert [grade.reward for grade in grades] == [1.0, 1.0, 1.0]
+
+
+async def ends_a_loop(completion):
+    raise SystemExit(3)
+
+
+async def never_ends(completion):
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(1000)
+
+
+def test_a_program_is_interrupted_while_an_async_function_waits(tmp_path):
+    called = f"import pathlib, {__name__} as t; t.graded(pathlib.Path({str(tmp_path)!r}), t.never_ends)"
+    done = subprocess.run([sys.executable, "-c", called], timeout=60, capture_output=True, text=True)
+    assert done.stderr.endswith("KeyboardInterrupt\n"), done.stderr
 
 
 def told(question, completion, answer, hint="none"):

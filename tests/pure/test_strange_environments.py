@@ -196,3 +196,24 @@ def test_of_what_an_environment_says_no_more_is_tokenized_than_the_policy_may_re
     assert sum(map(len, encoded)) < 201 * max(tokenizer.longest, 60) + 200
     exact = Observation("7" * 150)
     assert len(speak.write(exact)) == len(given_tokens(tokenizer, exact)) <= 200
+
+
+class Selling(Environment):
+    """Changes its options, as a game changes its board."""
+
+    def __init__(self, prompt, seed, stock: dict[str, int], shelf=()):
+        self.stock, self.shelf = stock, shelf
+
+    def step(self, message):
+        self.stock["apples"] -= 1
+        self.shelf.append(self.stock["apples"])
+
+
+def test_each_environment_has_options_of_its_own(tokenizer):
+    settings = recipe(sampling="independent", limit=60, objective="grpo")
+    section = EnvironmentRecipe(name=f"{__name__}:Selling", options={"stock": {"apples": 5}, "shelf": []})
+    speak = conversations(settings.model_copy(update={"environment": section}), tokenizer)
+    for _ in range(2):
+        made = speak.make(QUESTION, 0)
+        made.step("an apple")
+        assert (made.stock, made.shelf) == ({"apples": 4}, [4])
