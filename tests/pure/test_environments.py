@@ -286,9 +286,11 @@ def test_an_environment_that_is_false_keeps_its_state():
 WRONG = {
     "step: expected an Observation whose content is a str, .*found '7 7' of the type str": ("7 7", 0.0),
     "step: expected an Observation whose content is a str, .*found .*content=7": (Observation(7), 0.0),
+    "step: expected an Observation whose .* done a bool, .*done='no'": (Observation("7", done="no"), 0.0),
     "step: expected an Observation that the chat template writes as tokens, found ''": (Observation(""), 0.0),
     "grade: expected a finite number, a Grade or None, found '1.0' of the type str": (None, "1.0"),
     "grade: expected a finite number, a Grade or None, found 'nan' of the type float": (None, float("nan")),
+    "grade: expected a finite number, a Grade or None, found '1000.*' of the type int": (None, 10**400),
 }  # fmt: skip
 
 
