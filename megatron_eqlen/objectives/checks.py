@@ -15,6 +15,7 @@ from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.checks import check_effects
 from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.tree import step_tokens
 
 
 def check_combination(job: ResolvedRecipe) -> None:
@@ -79,9 +80,12 @@ def _sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"tree_sampling.fork: profile with rollout.tokens_per_step: {recipe.rollout.tokens_per_step}: a "
             "budget cuts or suspends the long trees, which the others do not stand for"
         )
-    first, limit = tree.step_tokens or 0, recipe.rollout.max_response_length
-    if tree.fork == "profile" and first >= limit and not tree.marker:
-        yield f"tree_sampling: no line forks after {first} tokens, with rollout.max_response_length: {limit}"
+    last, limit = tree.forks * step_tokens(recipe), recipe.rollout.max_response_length
+    by_length = tree.step_tokens or not tree.marker
+    if tree.fork == "profile" and by_length and last >= limit:
+        yield f"tree_sampling: no line forks after {last} tokens, with rollout.max_response_length: {limit}"
+    if tree.fork == "profile" and not by_length and tree.forks != type(tree)().forks:
+        yield f"tree_sampling.forks: {tree.forks} places by tokens need tree_sampling.step_tokens, found none"
     # parts are numbered as in a heap, up to the last leaf of a full tree, and records hold 32 bits
     leaves = 0 if tree.fork in ("death", "profile") else recipe.group_size * tree.branching**tree.forks
     if recipe.sampling == "tree" and leaves > LARGEST_NUMBER:
@@ -89,7 +93,12 @@ def _sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "
             f"than {LARGEST_NUMBER} leaves"
         )
-    if recipe.equal_length.baseline == "streams" and recipe.streams_per_prompt < 2:
+    pairs = recipe.equal_length
+    if pairs.suffix_reward == "mean" and pairs.max_pairs == 1:
+        yield "equal_length.suffix_reward: mean of one response, with equal_length.max_pairs: 1: no effect"
+    if pairs.pair_count == "effective" and recipe.teacher:
+        yield "equal_length.pair_count: effective has no effect with a teacher, which trains all pairs"
+    if pairs.baseline == "streams" and recipe.streams_per_prompt < 2:
         yield (
             f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
             f"least 4, found {recipe.group_size}"
@@ -205,6 +214,7 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     older = "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
     comparisons = {
         f"rollout.mismatch.then: {rollout.mismatch.then}": rollout.mismatch.then != "warn",
+        f"rollout.mismatch.tolerance: {rollout.mismatch.tolerance}": rollout.mismatch.tolerance is not None,
         "loss.old_logprobs: rollout": loss.old_logprobs == "rollout",
         f"loss.rollout_is: {loss.rollout_is}": loss.rollout_is != "none",
         "loss.rollout_rs": bool(loss.rollout_rs),

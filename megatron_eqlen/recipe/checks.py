@@ -12,6 +12,7 @@ from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, 
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.recipe.schema import DataSection
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
@@ -143,13 +144,16 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield sources or benchmarks of one name, and what has no effect where evaluations are greedy."""
+    """Yield sources or benchmarks of one name, columns that nothing reads, and what has no effect where
+    evaluations are greedy."""
     evaluation, benchmarks = recipe.evaluation, recipe.evaluation.benchmarks
     named = {f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(benchmarks)}
     for key, sections in (("data.sources", recipe.data.sources), ("evaluation.benchmarks", benchmarks)):
         names = [each.name for each in sections]
         if twice := [name for name in names if names.count(name) > 1]:
             yield f"{key}: {twice[0]} is the name of {len(twice)}, whose results would be mixed"
+        for number, each in enumerate(sections):
+            yield from _unread_problems(f"{key}.{number}", each, recipe.data.instruction_role)
     for name, section in {"evaluation": evaluation, **named}.items():
         for key in ("top_p", "top_k") if section.temperature == 0 else ():
             if (value := getattr(section, key)) is not None:
@@ -157,6 +161,21 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
     if benchmarks and evaluation.samples > max(recipe.of_benchmark(each).group_size for each in benchmarks):
         alike = "with temperature: 0 (greedy) all responses to a problem are the same"
         yield f"evaluation.samples: {evaluation.samples}: {alike}: expected 1"
+
+
+def _unread_problems(key: str, section: DataSection, role: str) -> Iterator[str]:
+    """Yield keys of a data set that nothing reads. ``role``: ``data.instruction_role``."""
+    bounds = {getattr(section, f"{bound}_difficulty", None) for bound in ("min", "max")}
+    useless = {
+        "instruction": role == "none" and "data.instruction_role is none",
+        "difficulty": bounds == {None} and "neither min_ nor max_difficulty is set",
+    }
+    for ours, place in section.columns.items():
+        if why := useless.get(ours):
+            yield f"{key}.columns: {ours}: {place} has no effect: {why}"
+    for name in ("config", "split") if section.reader == "livecodebench" else ():
+        if (value := getattr(section, name)) is not None:
+            yield f"{key}.{name}: {value} has no effect: since and until choose livecodebench's problems"
 
 
 def _teacher_problems(recipe: Recipe) -> Iterator[str]:

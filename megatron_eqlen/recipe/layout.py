@@ -39,6 +39,7 @@ def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
         problems += weights(recipe.parallel, model)
         problems += engine(recipe.rollout, model)
         problems += paths(recipe, model)
+        problems += options_of_experts(recipe, model)
     require(problems)
 
 
@@ -175,6 +176,14 @@ def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
         if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"
         yield f"{recipe.longest_context_text} is more than the model's {source} {model.context_length}"
+
+
+def options_of_experts(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
+    """Yield options of Megatron-Core and vLLM for experts, where the model has none: nothing reads them."""
+    for key, options in ("model.megatron", recipe.model.megatron), ("rollout.vllm", recipe.rollout.vllm):
+        for name in options if model.experts is None else ():
+            if "moe" in name or "expert" in name:
+                yield f"{key}.{name}: {options[name]}, but a {model.model_type} model has no experts"
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:

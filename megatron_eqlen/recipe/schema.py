@@ -380,7 +380,7 @@ class RolloutRecipe(Section):
     """Maximum number of requests that an engine decodes at once."""
     block_size: PositiveInt = 32
     """Tokens per block of the KV cache."""
-    gpu_memory_utilization: Fraction = 0.85
+    gpu_memory_utilization: Quantile = 0.85
     """Share of a GPU's memory that the engine may use while it is awake."""
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
@@ -779,8 +779,9 @@ class Recipe(Section):
     def longest_context(self) -> int:
         """Most tokens of a path that an engine generates, in training or for a benchmark."""
         # Benchmarks may allow longer responses than training does.
-        limits = (each.max_response_length or 0 for each in (self.evaluation, *self.evaluation.benchmarks))
-        return self.longest_path + max(max(limits) - self.rollout.max_response_length, 0)
+        recipes = (self, *map(self.of_benchmark, self.evaluation.benchmarks))
+        longest = max(each.rollout.max_response_length for each in recipes)
+        return self.longest_path + longest - self.rollout.max_response_length
 
     @property
     def longest_context_text(self) -> str:

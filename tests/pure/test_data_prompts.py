@@ -439,6 +439,7 @@ def three(path, tally):
     ({"answer": "gold.valeu"}, {}, "'gold.valeu' is in none of its first 1 rows (nearest: 'gold.value')"),
     ({"tests": "gold"}, {}, "tests: gold has no effect: no row's grader is code"),
     ({"question": "prompt", "instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
+    ({"instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"grader": "text"}, {"grader": "math"}, "grader: text has no effect: the recipe's grader is math"),
 ])  # fmt: skip
 def test_a_columns_entry_that_cannot_act_is_refused(tmp_path, columns, keys, message):

@@ -98,6 +98,15 @@ def test_what_is_told_of_a_response_in_a_chat_is_that_nothing_beside_it_is_read(
     assert told == "question from messages (a chat, as it stands); not read: answer"
 
 
+def test_a_column_of_answers_is_refused_where_chats_have_the_response_and_read_where_one_has_none():
+    row, columns = {"answer": "another", "messages": [USER, REPLY]}, {"answer": "answer"}
+    with pytest.raises(
+        ValueError, match="columns: answer: answer has no effect: the chat ends with the resp"
+    ):
+        find_layout(Path("rows.jsonl"), [row], columns, DEMONSTRATION)
+    find_layout(Path("rows.jsonl"), [row, row | {"messages": [USER]}], columns, DEMONSTRATION)
+
+
 @pytest.mark.parametrize(("row", "fault"), [
     ({"messages": [USER]}, "no_response is .*rows.jsonl#0: expected turns that end with the assistant's"),
     ({"messages": [USER, REPLY, USER]}, "no_response is .*rows.jsonl#0"),

@@ -575,6 +575,14 @@ def test_a_template_whose_turns_do_not_end_responses_is_refused(name, tmp_path):
         require_end(load_tokenizer(tmp_path))
 
 
+def test_a_template_that_reads_no_enable_thinking_is_refused_where_it_is_set(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, TEMPLATES["plain"])
+    with pytest.raises(
+        ValueError, match=r"data\.enable_thinking: false: expected a chat template that reads"
+    ):
+        require_end(tokenizer, enable_thinking=False)
+
+
 LOST = {
     "no role tool": (HISTORY.join(("{% if m.role != 'tool' %}", "{% endif %}")), "out tool: content: '7 a"),
     "other text": (HISTORY.replace("m.content", "(m.content if m.role != 'tool' else '?')"), "leaves out"),
