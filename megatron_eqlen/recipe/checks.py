@@ -12,7 +12,7 @@ from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, 
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.recipe.schema import DataSection
+from megatron_eqlen.recipe.schema import BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
@@ -163,7 +163,7 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
         yield f"evaluation.samples: {evaluation.samples}: {alike}: expected 1"
 
 
-def _unread_problems(key: str, section: DataSection, role: str) -> Iterator[str]:
+def _unread_problems(key: str, section: SourceRecipe | BenchmarkRecipe, role: str) -> Iterator[str]:
     """Yield keys of a data set that nothing reads. ``role``: ``data.instruction_role``."""
     bounds = {getattr(section, f"{bound}_difficulty", None) for bound in ("min", "max")}
     useless = {
