@@ -198,7 +198,7 @@ SUPERVISED = ("kl_coef", "kl_estimator", "minibatches", "epochs", "loss_agg_mode
 OF_SAMPLES = (
     "group_size", "generated_tokens", "teacher", "environment", "reward.weights",
     *(f"rollout.{key}" for key in ("tokens_per_step", "staleness", "keep_sampling_mask", "keep_routes")),
-    "rollout.mismatch",
+    "rollout.mismatch", "packing.layout", "report.keep_streams",
 )  # fmt: skip
 """Keys and sections without effect where no response is sampled for training."""
 OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
@@ -209,6 +209,9 @@ def _supervised_problems(recipe: Recipe) -> Iterator[str]:
     end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"
+    if (mode := recipe.loss.loss_agg_mode) in ("seq-mean-token-sum-norm", "delta-l"):
+        remedy = "without samples use seq-mean-token-sum"
+        yield f"loss.loss_agg_mode: {mode} divides by rollout.max_response_length: {remedy}"
     # A recipe that lists benchmarks, even none, may carry keys of the engine.
     useless = OF_SAMPLES + (() if "benchmarks" in recipe.evaluation.model_fields_set else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):

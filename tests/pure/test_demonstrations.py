@@ -178,10 +178,19 @@ BENCHMARK = {"benchmarks": [{"name": "b", "reader": "jsonl", "path": "none"}]}
     ({"evaluation": BENCHMARK, "packing": {}, "rollout": {"tokens_per_step": 9}},
      "rollout.tokens_per_step: 9"),
     ({"data": {"sources": [{"name": "s", "path": "none", "grader": "math"}]}}, "sources.0.grader: math"),
+    ({"packing": {"layout": "expanded"}}, "packing.layout: expanded"),
+    ({"report": {"keep_streams": 1}}, "report.keep_streams: 1"),
 ])  # fmt: skip
 def test_a_key_without_effect_is_refused(changes, key):
     with pytest.raises(RecipeError, match=rf"{re.escape(key)} has no effect with objective: sft"):
         supervised("none", "none", **changes)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum-norm", "delta-l"])
+def test_an_average_by_the_longest_sampled_response_is_refused(mode):
+    """Else ``rollout.max_response_length``, a key of the engine, would scale the loss."""
+    with pytest.raises(RecipeError, match=f"{mode} divides by rollout.max_response_length"):
+        supervised("none", "none", loss={"loss_agg_mode": mode})
 
 
 def test_engine_settings_stay_where_benchmarks_are_switched_off():
