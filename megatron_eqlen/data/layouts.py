@@ -320,7 +320,8 @@ def _note(places: Mapping[str, Sequence[str]], sample: Sequence[dict], grader: s
         answer = []
     kind = " (a chat, as it stands)" if any(_is_chat(place, sample) for place in question) else ""
     names = dict.fromkeys(name for record in sample for name in record)
-    beside = [n for n in names if n.lower() in BESIDE and _has(sample, n) and n not in question]
+    hidden = (*BESIDE, "instruction") if kind else BESIDE
+    beside = [n for n in names if n.lower() in hidden and _has(sample, n) and n not in question]
     others = [place for place in places["answer"] if place not in (*answer, *WORKED) and _has(sample, place)]
     unread = f"; not shown to the model: {', '.join(beside)}" if beside else ""
     unread += f"; not read: {', '.join(others)}" if others else ""

@@ -124,8 +124,9 @@ class Conversations:
         is_one = isinstance(observation, Observation) and isinstance(observation.content, str)
         # ``done`` of NumPy is equal to one of Python; the text "no" is true, and would end the response
         is_one = is_one and observation.done in (True, False)
+        is_one = is_one and not (observation.messages and (observation.content or observation.keys))
         if not is_one or not all(isinstance(each, Mapping) for each in observation.messages):
-            expected = "an Observation whose content is a str, done a bool, and whose messages are records"
+            expected = "an Observation whose content is a str, done a bool, or whose messages are records"
             raise _wrong(environment, "step", expected, observation)
         given = [] if observation.done else self.write(observation)
         if not given and not observation.done:

@@ -321,6 +321,10 @@ LAYOUTS = {
     "trl chat": ({"prompt": USER, "ground_truth": 5}, "CHAT",
                  "question from prompt (a chat, as it stands), answer from ground_truth"),
     "openrlhf": ({"input": "2 + 3?", "label": "5"}, "TEXT", "question from input, answer from label"),
+    "an instruction beside a chat": (
+        {"prompt": USER, "answer": "5", "instruction": "Be brief."}, "CHAT",
+        "question from prompt (a chat, as it stands), answer from answer; not shown to the model: "
+        "instruction"),
     "sharegpt": ({"conversations": SHAREGPT}, "CHAT", "question from conversations (a chat, as it stands)"),
     "nemo-rl": ({"problem": "2 + 3?", "expected_answer": "5"}, "TEXT",
                 "question from problem, answer from expected_answer"),

@@ -287,6 +287,7 @@ WRONG = {
     "step: expected an Observation whose content is a str, .*found '7 7' of the type str": ("7 7", 0.0),
     "step: expected an Observation whose content is a str, .*found .*content=7": (Observation(7), 0.0),
     "step: expected an Observation whose .* done a bool, .*done='no'": (Observation("7", done="no"), 0.0),
+    "step: expected an Observation whose .* or whose mess": (Observation("7", messages=[{"a": "b"}]), 0.0),
     "step: expected an Observation that the chat template writes as tokens, found ''": (Observation(""), 0.0),
     "grade: expected a finite number, a Grade or None, found '1.0' of the type str": (None, "1.0"),
     "grade: expected a finite number, a Grade or None, found 'nan' of the type float": (None, float("nan")),
