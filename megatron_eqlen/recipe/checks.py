@@ -118,10 +118,9 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     evaluated = [recipe.of_benchmark(benchmark).rollout for benchmark in recipe.evaluation.benchmarks]
     for each in (rollout, *evaluated) if rollout.keep_sampling_mask else ():
         if each.temperature and not 1 <= each.top_k <= MOST_PER_TOKEN:
-            yield (
-                f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN}, also in "
-                f"evaluations (it bounds what is recorded of each token), found {each.top_k}"
-            )
+            needs = f"rollout.top_k from 1 to {MOST_PER_TOKEN}, also in evaluations"
+            why = "(it bounds what is recorded of each token)"
+            yield f"rollout.keep_sampling_mask: true needs {needs} {why}, found {each.top_k}"
     backend = recipe.model.megatron.get("attention_backend")
     if backend and (backend, device) != ("flash", "gpu"):
         found = f"{backend} with {device}: token trees have no other kernels"

@@ -420,8 +420,7 @@ class RolloutRecipe(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides those of every track."""
-        kept = (name for name, key in _keys("keep_key") if getattr(self, key))
-        return (LOGPROBS.name, *kept)
+        return (LOGPROBS.name, *(name for name, key in _keys("keep_key") if getattr(self, key)))
 
     @property
     def unrecorded_columns(self) -> tuple[str, ...]:

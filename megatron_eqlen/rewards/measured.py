@@ -36,8 +36,7 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
         metrics[f"reward/named/{name}"] = float(np.mean(of_name))
     verdicts = Counter(grade.verdict for _, grade in graded)
     metrics |= {f"reward/verdict/{verdict}": n / len(graded) for verdict, n in sorted(verdicts.items())}
-    sources = sorted({prompt.source for prompt, _ in graded if prompt.source})
-    for source in sources:
+    for source in sorted({prompt.source for prompt, _ in graded if prompt.source}):
         of_source = [grade.reward for prompt, grade in graded if prompt.source == source]
         metrics[f"reward/source/{source}/ended"] = len(of_source)
         metrics[f"reward/source/{source}/mean"] = sum(of_source) / len(of_source)

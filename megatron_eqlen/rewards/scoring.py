@@ -205,10 +205,8 @@ def weighed(grade: Grade, weights: Mapping[str, float]) -> Grade:
     if not grade.rewards:
         return grade
     if grade.rewards.keys() != weights.keys():
-        raise ValueError(
-            f"{grade.grader}: expected rewards of the names in reward.weights, {', '.join(weights) or 'none'}"
-            f"; found {', '.join(grade.rewards)}"
-        )
+        expected = f"expected rewards of the names in reward.weights, {', '.join(weights) or 'none'}"
+        raise ValueError(f"{grade.grader}: {expected}; found {', '.join(grade.rewards)}")
     return replace(grade, reward=sum(weight * grade.rewards[name] for name, weight in weights.items()))
 
 
