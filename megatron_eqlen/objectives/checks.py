@@ -258,10 +258,9 @@ def _length_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         why = "its responses share prefixes, so their mean length is not that of independent responses"
         yield f"{key} with sampling: {recipe.sampling}: {why}; use sampling: independent"
     if recipe.rollout.carry_over:
-        yield (
-            f"{key} with rollout.carry_over: true: groups that are complete in the same step are of like "
-            f"lengths, so that their quantiles are not those of the prompts drawn together"
-        )
+        why = "groups that are complete in the same step are of like lengths"
+        so = "so that their quantiles are not those of the prompts drawn together"
+        yield f"{key} with rollout.carry_over: true: {why}, {so}"
 
 
 def _dynamic_sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:

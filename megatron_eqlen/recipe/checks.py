@@ -185,11 +185,10 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
     if teacher.url and teacher.path:
         yield f"teacher.url: {teacher.url} with teacher.path: set one of them"
     if teacher.url and (rollout.temperature != 1 or rollout.keep_sampling_mask):
-        yield (
-            "teacher.url: a server gives log-probs at temperature 1 over the whole vocabulary: expected "
-            f"rollout.temperature: 1 and keep_sampling_mask: false, found {rollout.temperature:g} and "
-            f"{shown(rollout.keep_sampling_mask)}; with teacher.path the trainer computes them"
-        )
+        why = "a server gives log-probs at temperature 1 over the whole vocabulary"
+        expected = "expected rollout.temperature: 1 and keep_sampling_mask: false"
+        found = f"found {rollout.temperature:g} and {shown(rollout.keep_sampling_mask)}"
+        yield f"teacher.url: {why}: {expected}, {found}; with teacher.path the trainer computes them"
 
 
 SUPERVISED = ("kl_coef", "kl_estimator", "minibatches", "epochs", "loss_agg_mode")
