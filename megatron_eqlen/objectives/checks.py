@@ -155,11 +155,10 @@ def _ratio_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield updates without a ratio, empty minibatches, ratios corrected twice, and senseless bounds."""
     loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
-        yield (
-            f"objective: {objective.name} without clipping has no importance ratio, so only a harvest's "
-            f"first update is on-policy: loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = "
-            f"{updates} updates need loss.clip_ratio_low and loss.clip_ratio_high"
-        )
+        none = f"objective: {objective.name} without clipping has no importance ratio"
+        product = f"loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = {updates} updates"
+        need = "need loss.clip_ratio_low and loss.clip_ratio_high"
+        yield f"{none}, so only a harvest's first update is on-policy: {product} {need}"
     if loss.minibatches > recipe.data.prompts_per_step:
         more = f"more than data.prompts_per_step {recipe.data.prompts_per_step}"
         yield f"loss.minibatches: {loss.minibatches} is {more}; a minibatch holds whole prompts"

@@ -257,10 +257,9 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
         with own_code(name):
             grader = factory(reward, seed=seed) if draws else factory(reward)
         if not (callable(getattr(grader, "grade", None)) and callable(getattr(grader, "close", None))):
-            raise ValueError(
-                f"grader: {name}: expected a reward function (docs/extending.md), or a factory whose result "
-                f"has grade(texts, golds) and close(), found {grader!r:.80}"
-            )
+            factory_of = "a factory whose result has grade(texts, golds) and close()"
+            expected = f"a reward function (docs/extending.md), or {factory_of}"
+            raise ValueError(f"grader: {name}: expected {expected}, found {grader!r:.80}")
         return grader
     raise ValueError(f"grader: expected math, code or package.module:name, found {name!r}")
 
