@@ -24,7 +24,7 @@ from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
-from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, RewardRecipe, SourceRecipe
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, EnvironmentRecipe, RewardRecipe, SourceRecipe
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING
 from megatron_eqlen.rewards.scoring import Scorer
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -505,7 +505,8 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
         return PromptSource(recipe(rows_in(tmp_path, rows, grader=f"{__name__}:{name}")), tokenizer, 0)
 
     scorer, prompts = Scorer(RewardRecipe(), tokenizer), graded_by("fails_later")
-    whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]), reward=RewardRecipe())
+    none = {"evaluation": SimpleNamespace(benchmarks=[]), "environment": EnvironmentRecipe()}
+    whole = SimpleNamespace(**none, reward=RewardRecipe())
     (first,) = first_rewards(whole, prompts, scorer, tokenizer)
     assert re.match(r"deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError", first.cause)
     (first,) = first_rewards(whole, graded_by("fails_first"), scorer, tokenizer)
@@ -514,11 +515,13 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
     strict = Scorer(RewardRecipe(on_error="end"), tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError"):
         first_rewards(whole, prompts, strict, tokenizer)
-    weighed = SimpleNamespace(evaluation=whole.evaluation, reward=RewardRecipe(weights={"right": 1.0}))
+    weighed = SimpleNamespace(**none, reward=RewardRecipe(weights={"right": 1.0}))
     with pytest.raises(
         ValueError, match=r"expected rewards named right \(reward.weights\), found one unnamed"
     ):
         first_rewards(weighed, prompts, scorer, tokenizer)
+    weighed.environment = EnvironmentRecipe(name="python")  # one that grades may name its rewards
+    assert first_rewards(weighed, prompts, scorer, tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#0: .*:fails: KeyError"):
         first_rewards(whole, graded_by("fails"), scorer, tokenizer)
     whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=test.path)]
