@@ -201,11 +201,10 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     }
     asked = [key for key, used in comparisons.items() if used]
     if asked and not rollout.comparable:
-        yield (
-            f"{asked[0]} compares the engine's log-probs with the trainer's: it needs "
-            f"rollout.keep_sampling_mask: true, or top_k: 0, top_p: 1 and min_p: 0, found log-probs over the "
-            f"tokens that top_k: {rollout.top_k}, top_p: {rollout.top_p:g} and min_p: {rollout.min_p:g} keep"
-        )
+        needs = "rollout.keep_sampling_mask: true, or top_k: 0, top_p: 1 and min_p: 0"
+        keep = f"top_k: {rollout.top_k}, top_p: {rollout.top_p:g} and min_p: {rollout.min_p:g} keep"
+        found = f"found log-probs over the tokens that {keep}"
+        yield f"{asked[0]} compares the engine's log-probs with the trainer's: it needs {needs}, {found}"
     if loss.old_logprobs == "rollout" and not objective.has_ratio:
         none = f"objective: {objective.name} has none"
         remedy = "leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
@@ -224,10 +223,9 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         f"rollout.vllm.kv_cache_dtype: {cached} samples by rounded keys": cached not in ("auto", "bfloat16"),
     }
     for cause in (cause for cause, acts in causes.items() if acts and not corrected):
-        yield (
-            f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
-            "loss.rollout_rs, loss.old_logprobs: rollout or rollout.center_scores (see docs/objectives.md)"
-        )
+        ways = "loss.rollout_rs, loss.old_logprobs: rollout or rollout.center_scores (see docs/objectives.md)"
+        remedy = f"set loss.rollout_is: token or sequence (decoupled PPO), {ways}"
+        yield f"{cause}, and nothing corrects for it: {remedy}"
 
 
 def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:

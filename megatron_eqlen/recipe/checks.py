@@ -12,7 +12,6 @@ from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, 
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.recipe.schema import BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
@@ -33,6 +32,8 @@ def check(recipe: Recipe) -> None:
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:
     """Raise ValueError for a key that cannot act (``When``). ``resolved``: with the objective's defaults."""
+    for problem in _unread_problems(recipe):
+        raise ValueError(problem)
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:
             found = value_of(resolved, condition.key)
@@ -40,6 +41,28 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
                 remedy = "leave it out" if value == default else f"leave it at {shown(default)}"
                 acts = f"{shown(value)} acts only with {condition}"
                 raise ValueError(f"{key}: {acts}, found {shown(found)}: {remedy}")
+
+
+def _unread_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield keys of data sets, and of supervised training, that nothing reads."""
+    sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
+    for key, each in ((f"{key}.{n}", each) for key, of in sections.items() for n, each in enumerate(of)):
+        bounds = {getattr(each, f"{bound}_difficulty", None) for bound in ("min", "max")}
+        useless = {
+            "instruction": recipe.data.instruction_role == "none" and "data.instruction_role is none",
+            "difficulty": bounds == {None} and "neither min_ nor max_difficulty is set",
+        }
+        for ours in each.columns:
+            if why := useless.get(ours):
+                yield f"{key}.columns: {ours}: {each.columns[ours]} has no effect: {why}"
+        if each.reader == "livecodebench" and (chosen := each.config or each.split):
+            yield f"{key}: config and split have no effect: since and until choose problems, found {chosen}"
+    for key, value, _, _ in _set_keys(recipe) if recipe.supervised else ():
+        if key in ("packing.layout", "report.keep_streams"):
+            yield f"{key}: {shown(value)} has no effect with objective: sft: leave it out"
+    if recipe.supervised and recipe.loss.loss_agg_mode in ("seq-mean-token-sum-norm", "delta-l"):
+        divides = "divides by rollout.max_response_length: without samples use seq-mean-token-sum"
+        yield f"loss.loss_agg_mode: {recipe.loss.loss_agg_mode} {divides}"
 
 
 def _set_keys(
@@ -143,16 +166,13 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield sources or benchmarks of one name, columns that nothing reads, and what has no effect where
-    evaluations are greedy."""
+    """Yield sources or benchmarks of one name, and what has no effect where evaluations are greedy."""
     evaluation, benchmarks = recipe.evaluation, recipe.evaluation.benchmarks
     named = {f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(benchmarks)}
     for key, sections in (("data.sources", recipe.data.sources), ("evaluation.benchmarks", benchmarks)):
         names = [each.name for each in sections]
         if twice := [name for name in names if names.count(name) > 1]:
             yield f"{key}: {twice[0]} is the name of {len(twice)}, whose results would be mixed"
-        for number, each in enumerate(sections):
-            yield from _unread_problems(f"{key}.{number}", each, recipe.data.instruction_role)
     for name, section in {"evaluation": evaluation, **named}.items():
         for key in ("top_p", "top_k") if section.temperature == 0 else ():
             if (value := getattr(section, key)) is not None:
@@ -160,21 +180,6 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
     if benchmarks and evaluation.samples > max(recipe.of_benchmark(each).group_size for each in benchmarks):
         alike = "with temperature: 0 (greedy) all responses to a problem are the same"
         yield f"evaluation.samples: {evaluation.samples}: {alike}: expected 1"
-
-
-def _unread_problems(key: str, section: SourceRecipe | BenchmarkRecipe, role: str) -> Iterator[str]:
-    """Yield keys of a data set that nothing reads. ``role``: ``data.instruction_role``."""
-    bounds = {getattr(section, f"{bound}_difficulty", None) for bound in ("min", "max")}
-    useless = {
-        "instruction": role == "none" and "data.instruction_role is none",
-        "difficulty": bounds == {None} and "neither min_ nor max_difficulty is set",
-    }
-    for ours, place in section.columns.items():
-        if why := useless.get(ours):
-            yield f"{key}.columns: {ours}: {place} has no effect: {why}"
-    for name in ("config", "split") if section.reader == "livecodebench" else ():
-        if (value := getattr(section, name)) is not None:
-            yield f"{key}.{name}: {value} has no effect: since and until choose livecodebench's problems"
 
 
 def _teacher_problems(recipe: Recipe) -> Iterator[str]:
@@ -196,7 +201,7 @@ SUPERVISED = ("kl_coef", "kl_estimator", "minibatches", "epochs", "loss_agg_mode
 OF_SAMPLES = (
     "group_size", "generated_tokens", "teacher", "environment", "reward.weights",
     *(f"rollout.{key}" for key in ("tokens_per_step", "staleness", "keep_sampling_mask", "keep_routes")),
-    "rollout.mismatch", "packing.layout", "report.keep_streams",
+    "rollout.mismatch",
 )  # fmt: skip
 """Keys and sections without effect where no response is sampled for training."""
 OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
@@ -207,9 +212,6 @@ def _supervised_problems(recipe: Recipe) -> Iterator[str]:
     end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"
-    if (mode := recipe.loss.loss_agg_mode) in ("seq-mean-token-sum-norm", "delta-l"):
-        remedy = "without samples use seq-mean-token-sum"
-        yield f"loss.loss_agg_mode: {mode} divides by rollout.max_response_length: {remedy}"
     # A recipe that lists benchmarks, even none, may carry keys of the engine.
     useless = OF_SAMPLES + (() if "benchmarks" in recipe.evaluation.model_fields_set else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):
