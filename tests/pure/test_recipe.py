@@ -115,7 +115,7 @@ MISTAKES = [
     (BENCHMARK.replace("]", ", {name: b, path: y}]"), "evaluation.benchmarks: b is the name of 2, whose"),
     (BENCHMARK + "evaluation.benchmarks.0.columns.difficulty=d", "difficulty: d has no effect: neither min_"),
     ("data.sources.0.columns.instruction=i data.instruction_role=none", "i has no effect: data.instruction_"),
-    (BENCHMARK.replace("}", ", reader: livecodebench, config: v6}"), "0: config and split have no effect: si"),
+    (BENCHMARK.replace("}", ", reader: livecodebench, config: v6}"), "0: config and split have no effect"),
     ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "data.sources: a is the name of 2, whose"),
     (BENCHMARK + "rollout.keep_sampling_mask=true evaluation.top_k=0", "to 255, also in evaluations"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
