@@ -534,7 +534,7 @@ class OptimizerRecipe(Section):
     lr: PositiveFloat = 1e-6
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 20
-    """Updates in which the learning rate rises from 0."""
+    """Updates in which the learning rate rises: the k-th has k / ``warmup_steps`` of it; 1 is as 0."""
     lr_schedule: Annotated[Literal["constant", "linear", "cosine"], When("steps")] = "constant"
     """Learning rate after the warm-up, until ``steps``."""
     min_lr: Annotated[NonNegativeFloat, When(".lr_schedule", "linear", "cosine")] = 0.0
@@ -691,7 +691,7 @@ class Recipe(Section):
     """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is ``grpo`` for example."""
     variant: dict[str, str] = {}
     """Keys and values that the command line changed in the recipe file; filled in by loading."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), NUMBER] = 0
     """Seed of prompts and sampling. Part of the run folder's name."""
     steps: PositiveInt | None = None
     """End the run after this many steps. One of this and the next three must be set; the first ends it."""

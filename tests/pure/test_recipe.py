@@ -67,6 +67,7 @@ MISTAKES = [
     ("name=../../x", "name: expected 1 to 100 letters, digits"),
     ("name=..", "found '..'"),
     ("name=''", "found ''"),
+    ("seed=4294967296", "seed: Input should be less than 4294967296, found '4294967296'"),
     ("steps=0", "steps: Input should be greater than 0, found '0'"),
     ("objective=gpo", "objective: 'gpo' is not one of"),
     ("group_size=7", "group_size: 7 is odd"),
