@@ -665,7 +665,7 @@ class ClusterRecipe(Section):
     """Machines that train; servers need further machines."""
     processes_per_node: PositiveInt = 1
     """Processes per node: one per GPU; on CPUs one per core used."""
-    watchdog_seconds: PositiveFloat | None = 1800.0
+    watchdog_seconds: Annotated[float, Field(gt=0, le=1e9), NUMBER] | None = 1800.0
     """Seconds without progress on any rank after which the run counts as hung. Each rank's stacks go to
     ``RUN/hang/``, and the run ends with status 75. null: wait for ever (for a debugger, say)."""
     device: Literal["gpu", "cpu"] = "gpu"

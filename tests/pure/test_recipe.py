@@ -68,6 +68,7 @@ MISTAKES = [
     ("name=..", "found '..'"),
     ("name=''", "found ''"),
     ("seed=4294967296", "seed: Input should be less than 4294967296, found '4294967296'"),
+    ("cluster.watchdog_seconds=1e12", "watchdog_seconds: Input should be less than or equal to 1000000000"),
     ("steps=0", "steps: Input should be greater than 0, found '0'"),
     ("objective=gpo", "objective: 'gpo' is not one of"),
     ("group_size=7", "group_size: 7 is odd"),
