@@ -169,6 +169,8 @@ def main() -> None:
     parser.add_argument("--ask", nargs="+", metavar="MODEL", help="print responses of these models")
     parser.add_argument("--gguf", type=Path, help="file to convert in SmolLM2's place")
     args = parser.parse_args()
+    if args.ask and args.gguf:
+        parser.error("--gguf has no effect with --ask")
     if args.ask:
         ask(args.out / "data/test.jsonl", args.ask)
         return

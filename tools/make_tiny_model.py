@@ -97,6 +97,8 @@ def read_texts(path: Path, plain: bool = False, columns: Mapping[str, str] = NO_
     """Return the demonstrations of a DeepMath-103K parquet file; of another file those that imitate its
     answers: each with its last line in a box, which the grader ``math`` reads, or ``plain``."""
     if path.suffix == ".parquet" and {*SOLUTIONS} <= {*pq.read_schema(path).names}:
+        if plain or columns:
+            raise ValueError(f"{path}: --plain and --columns have no effect: {SOLUTIONS[0]} is imitated")
         table = pq.read_table(path, columns=["question", *SOLUTIONS]).to_pylist()
         return [(_asked(row["question"]), row[column]) for row in table for column in SOLUTIONS]
     tally, texts = Tally(), list[Text]()
@@ -196,6 +198,8 @@ def main() -> None:
         parser.error(f"--processes: expected 1 to --batch-size {args.batch_size}, found {args.processes}")
     if wrong := [pair for pair in args.columns if "=" not in pair]:
         parser.error(f"--columns: expected OURS=THEIRS, found {wrong[0]!r}")
+    if args.overrides and not args.steps:
+        parser.error(f"{args.overrides[0]} has no effect with --steps 0: nothing is trained")
     columns = dict(pair.split("=", 1) for pair in args.columns)
     warmup = Warmup(args.steps, args.batch_size, args.seed, args.processes, tuple(args.overrides))
     make(args.out, args.data, warmup, args.plain, columns)

@@ -38,9 +38,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-difficulty", type=float)
     parser.add_argument("--exclude", help="questions to leave out, one a line (decontamination)")
     parser.add_argument("--tokenizer", help="model folder; measures questions for --max-prompt-length")
-    parser.add_argument("--max-prompt-length", type=int, default=2048)
+    parser.add_argument("--max-prompt-length", type=int, help="tokens (default: 2048); needs --tokenizer")
     parser.add_argument("--workers", type=int, default=2, help="processes that check gold answers")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.max_prompt_length is None:
+        args.max_prompt_length = 2048
+    elif args.max_prompt_length < 1 or not args.tokenizer:
+        parser.error("--max-prompt-length: expected a number from 1 on, and --tokenizer, which measures")
+    return args
 
 
 def main() -> None:

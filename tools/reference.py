@@ -75,7 +75,7 @@ def _type(schema: Schema) -> str:
         return f"list of {_type(schema['items'])}"
     if schema.get("type") == "object":
         return "mapping"
-    limits = [f"{sign} {schema[bound]:g}" for bound, sign in BOUNDS.items() if bound in schema]
+    limits = [f"{sign} {schema[bound]:.10g}" for bound, sign in BOUNDS.items() if bound in schema]
     if "multipleOf" in schema:
         limits.append(f"multiple of {schema['multipleOf']}")
     return " ".join([TYPES[schema["type"]], ", ".join(limits)]).strip()

@@ -24,8 +24,10 @@ from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harv
 
 def train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
-    if arguments.dry_run:
+    if arguments.dry_run and not (arguments.start or arguments.replay):
         return _print_plan(Job(recipe), arguments.all)
+    if arguments.dry_run or arguments.all:
+        raise ValueError("expected --all with --dry-run alone, whose plan depends on no --from or --replay")
     job = Job(recipe := pinned(recipe, recipe.run_folder))
     folder = RunFolder(recipe)
     folder.check(recipe)
@@ -178,8 +180,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
             found = f"other files than the run wrote: {wrong}" if wrong else "none: the run has not ended"
             raise ValueError(f"{model}: expected the run's model, found {found}; name a model by --model")
         recipe /= RECIPE
-    overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
-    asked = load(recipe, overrides)
+    if model and (named := [word for word in arguments.overrides if word.startswith("model.path=")]):
+        raise ValueError(f"{named[0]}: --model names another model, {model}: name one of them, by --model")
+    # a revision is that of the recipe's own model
+    other = [f"model.path={model}", "model.revision=null"] if model else []
+    asked = load(recipe, [*other, *arguments.overrides])
     if not asked.evaluation.benchmarks:
         raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     # what it trains with is not read, and need not be here
@@ -269,6 +274,8 @@ def compare(arguments: argparse.Namespace) -> int:
 def sweep(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.cli import sweep as command
 
+    if arguments.jobs > 1 and (arguments.dry_run or arguments.tables):
+        raise ValueError(f"--jobs: {arguments.jobs} at a time, but --dry-run and --tables run nothing")
     plan = command.read(arguments.sweep, arguments.overrides)
     if arguments.dry_run:
         print(command.description(plan), *command.submissions(plan), sep="\n")

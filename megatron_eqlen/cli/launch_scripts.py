@@ -54,6 +54,8 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
     try:
         if file.suffix not in (".py", ".txt", ".args", ".yaml", ".yml", ".json"):
             return _of_script(file, trainer, words, remarks)  # in any encoding
+        if words:
+            raise ValueError(f"expected a script to take {words[0]!r}, which other files do not")
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".py":
             return _of_python(text, remarks)

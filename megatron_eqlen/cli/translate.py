@@ -123,9 +123,8 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
     if other or known < max(1, len(theirs) / 3):
         found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
-        raise ValueError(
-            f"{file}: expected a configuration of {trainer} (script, YAML, Python), found {found}"
-        )
+        expected = f"a configuration of {trainer} (script, YAML, Python)"
+        raise ValueError(f"{file}: expected {expected}, found {found}")
     keys = {"name": file.stem, "sampling": "independent"}
     done = Translation(trainer, version, theirs, left_out, remarks, keys)
     given = {row.part for row in rows.values() if row and row.part}

@@ -65,10 +65,8 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
 
 def _refuse_kind(file: Path) -> None:
     if file.suffix in CONVERTED:
-        raise ValueError(
-            f"{file}: expected .jsonl, .parquet or .json, found {file.suffix}: with the package datasets, "
-            f"{CONVERTED[file.suffix]}.to_parquet('train.parquet')"
-        )
+        remedy = f"with the package datasets, {CONVERTED[file.suffix]}.to_parquet('train.parquet')"
+        raise ValueError(f"{file}: expected .jsonl, .parquet or .json, found {file.suffix}: {remedy}")
 
 
 def read_records(

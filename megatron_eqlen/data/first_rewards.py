@@ -98,7 +98,7 @@ def first_rewards(
         if prompts and prompts[0].grader != DEMONSTRATION
         if prompts[0].grader != "code" or len(prompts[0].gold) <= LARGEST_TESTS
     ]
-    names = ", ".join(recipe.reward.weights)
+    names = ", ".join(() if recipe.environment.name else recipe.reward.weights)  # it may name its own
     if unnamed := [first for first in found if first.is_unnamed and not first.of_benchmark and names]:
         where = f"{unnamed[0].name}: {unnamed[0].grader}"
         raise ValueError(f"{where}: expected rewards named {names} (reward.weights), found one unnamed")

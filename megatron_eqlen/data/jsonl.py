@@ -57,9 +57,8 @@ def read(
     # train and test in one folder would leak
     splits = {split_of(file.relative_to(path).as_posix() if file != path else "") for file in files}
     if len(splits) > 1:
-        raise ValueError(
-            f"{path}: expected files of one split, found {', '.join(sorted(splits))}: name it, split: train"
-        )
+        found = ", ".join(sorted(splits))
+        raise ValueError(f"{path}: expected files of one split, found {found}: name it, split: train")
     if others := [each.name for each in path.rglob("*") if each.suffix in UNREAD or not each.exists()]:
         tally.note(f"not read: {', '.join(sorted(others)[:5])}")
     for file in files:

@@ -126,15 +126,16 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     ``grader``: the recipe's. Raises ValueError for an entry of ``columns`` that cannot act."""
     sample = [record for record in islice(records, SAMPLED) if isinstance(record, dict)]
     names = [*dict.fromkeys(name for record in sample for name in _names(record))]
-    if sample:
-        _check_columns(file, columns, names, sample, grader)
     # Optional columns have our names, the others known ones; the recipe's ``columns`` overrule both.
     places = {name: (name,) for name in OPTIONAL if name not in columns.values()}
     places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
     if grader == DEMONSTRATION:  # a chat with the response, which what stands beside it lacks (OpenR1-Math)
         places["question"] = tuple(sorted(places["question"], key=lambda place: not _replies(place, sample)))
     places |= {ours: (place,) for ours, place in columns.items()}
-    return Layout(file, places, names, _note(places, sample, grader))
+    layout = Layout(file, places, names, _note(places, sample, grader))
+    if sample:
+        _check_columns(layout, columns, sample, grader)
+    return layout
 
 
 def value_at(record: Any, place: str, default: Any = None) -> Any:
@@ -289,25 +290,28 @@ def _replies(place: str, sample: Sequence[dict[str, Any]]) -> bool:
 
 
 def _check_columns(
-    file: Path, columns: Mapping[str, str], names: Sequence[str], sample: Sequence[dict], grader: str | None
+    layout: Layout, columns: Mapping[str, str], sample: Sequence[dict], grader: str | None
 ) -> None:
+    names, asked = layout.names, _used(layout.places["question"], sample)
     for ours, place in columns.items():
         if not _has(sample, place):
             near = get_close_matches(place, names, 1)
             hint = f" (nearest: {near[0]!r})" if near else ""
             found = f"{place!r} is in none of its first {len(sample)} rows{hint}"
-            raise ValueError(f"{file}: columns: {ours}: {found}: expected one of {[*names]}")
+            raise ValueError(f"{layout.file}: columns: {ours}: {found}: expected one of {[*names]}")
     graders = {grader or value_at(record, columns.get("grader", "grader")) or "math" for record in sample}
+    replied = all(any(_replies(place, [record]) for place in asked) for record in sample)
     # columns that nothing would read
     useless = {
-        "instruction": "a chat takes no instruction" * _is_chat(columns.get("question", ""), sample),
+        "instruction": "a chat takes no instruction" * any(_is_chat(place, sample) for place in asked),
         "grader": grader is not None and f"the recipe's grader is {grader}",
         "tests": "code" not in graders and "no row's grader is code",
-        "answer": graders == {"code"} and "tests grade code",
+        "answer": (graders == {"code"} and "tests grade code")
+        or (graders == {DEMONSTRATION} and replied and "the chat ends with the response"),
     }
     for ours, why in useless.items():
         if why and ours in columns:
-            raise ValueError(f"{file}: columns: {ours}: {columns[ours]} has no effect: {why}")
+            raise ValueError(f"{layout.file}: columns: {ours}: {columns[ours]} has no effect: {why}")
 
 
 def _note(places: Mapping[str, Sequence[str]], sample: Sequence[dict], grader: str | None) -> str:
@@ -316,7 +320,8 @@ def _note(places: Mapping[str, Sequence[str]], sample: Sequence[dict], grader: s
         answer = []
     kind = " (a chat, as it stands)" if any(_is_chat(place, sample) for place in question) else ""
     names = dict.fromkeys(name for record in sample for name in record)
-    beside = [n for n in names if n.lower() in BESIDE and _has(sample, n) and n not in question]
+    hidden = (*BESIDE, "instruction") if kind else BESIDE
+    beside = [n for n in names if n.lower() in hidden and _has(sample, n) and n not in question]
     others = [place for place in places["answer"] if place not in (*answer, *WORKED) and _has(sample, place)]
     unread = f"; not shown to the model: {', '.join(beside)}" if beside else ""
     unread += f"; not read: {', '.join(others)}" if others else ""

@@ -227,10 +227,8 @@ class PromptSource:
         """Continue from ``state``. Raises ValueError if its sources, rows or seed differ."""
         names = [source.name for source in self._sources]
         if state["seed"] != self._seed or list(state["sources"]) != names:
-            raise ValueError(
-                f"data: the checkpoint was made with seed {state['seed']} and sources "
-                f"{list(state['sources'])}, found seed {self._seed} and {names}"
-            )
+            made = f"made with seed {state['seed']} and sources {list(state['sources'])}"
+            raise ValueError(f"data: the checkpoint was {made}, found seed {self._seed} and {names}")
         self._drawn = state["drawn"]
         for source in self._sources:
             source.load_state_dict(state["sources"][source.name])

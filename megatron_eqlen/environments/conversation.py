@@ -122,8 +122,11 @@ class Conversations:
         Raises TypeError for no observation, ValueError if one lacks tokens: two turns would be one."""
         observation = environment.step(self.read(turn.generated))
         is_one = isinstance(observation, Observation) and isinstance(observation.content, str)
+        # ``done`` of NumPy is equal to one of Python; the text "no" is true, and would end the response
+        is_one = is_one and observation.done in (True, False)
+        is_one = is_one and not (observation.messages and (observation.content or observation.keys))
         if not is_one or not all(isinstance(each, Mapping) for each in observation.messages):
-            expected = "an Observation whose content is a str, and whose messages are records"
+            expected = "an Observation whose content is a str, done a bool, or whose messages are records"
             raise _wrong(environment, "step", expected, observation)
         given = [] if observation.done else self.write(observation)
         if not given and not observation.done:
@@ -182,9 +185,10 @@ def _grade(environment: Environment) -> Grade | None:
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
         return replace(grade, **{name: text and encodable(str(text)) for name, text in texts.items()})
     grade = getattr(grade, "tolist", lambda: grade)()  # of NumPy or PyTorch
-    if not isinstance(grade, Real) or not math.isfinite(grade):
-        raise _wrong(environment, "grade", "a finite number, a Grade or None", grade)
-    return Grade(float(grade), "scored", None, type(environment).__name__)
+    with contextlib.suppress(OverflowError):  # an integer beyond floats
+        if isinstance(grade, Real) and math.isfinite(grade):
+            return Grade(float(grade), "scored", None, type(environment).__name__)
+    raise _wrong(environment, "grade", "a finite number, a Grade or None", grade)
 
 
 def _wrong(environment: Environment, method: str, expected: str, given: object) -> TypeError:

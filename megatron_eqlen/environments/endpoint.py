@@ -283,13 +283,12 @@ class Endpoint:
                 known = outer.episode(self.path, "models" if asks_models else "chat/completions")
                 if isinstance(known, Episode):
                     outer.strangers.pop(self.connection, None)
-                    if asks_models:
-                        return _reply(200, MODELS)
                     length = self.headers.get("Content-Length", "")
-                    if re.fullmatch("[0-9]{1,9}", length) and int(length) <= LONGEST:
+                    fits = re.fullmatch("[0-9]{1,9}", length) and int(length) <= LONGEST
+                    if fits and not asks_models:
                         return outer.reply(known, self.rfile.read(int(length)))
-                    expected = f"at most {LONGEST} bytes"
-                    known = _error(400, f"Content-Length: expected {expected}, found {length!r:.99}")
+                    error = f"Content-Length: expected at most {LONGEST} bytes, found {length!r:.99}"
+                    known = _reply(200, MODELS) if asks_models else _error(400, error)
                 self.close_connection = True
                 return known
 

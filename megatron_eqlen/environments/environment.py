@@ -37,7 +37,7 @@ class Observation:
     keys: Mapping[str, str] = field(default_factory=dict)
     """More keys of the message: ``name`` and ``tool_call_id`` of the call that it answers."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """Several messages, in place of ``content``, ``role`` and ``keys``."""
+    """Several messages, in place of ``content``, ``role`` and ``keys``, which are not given then."""
 
 
 class Environment:

@@ -185,6 +185,5 @@ def refuse_other_prompt(
     if len(found) > longest or tokenizer.encode(found) != prompt.token_ids:
         keys = "data.instruction, data.instruction_role, and environment.options: tools"
         expected, found = tokenizer.decode(prompt.token_ids), found.replace(BREAK, "")
-        raise ValueError(
-            f"first request: expected the prompt, {expected!r}, found {found!r:.1000}: see {keys}"
-        )
+        wrong = f"expected the prompt, {expected!r}, found {found!r:.1000}"
+        raise ValueError(f"first request: {wrong}: see {keys}")

@@ -100,12 +100,14 @@ OF_RUNS_ONLY = "has no effect: each run of a sweep has its own (seeds)"
 def _check(sweep: SweepRecipe) -> None:
     for name in (sweep.name, *sweep.methods):
         if not re.fullmatch(r"[\w.,=+@-]{1,100}", name) or name == BASE:
-            raise ValueError(
-                f"expected 1 to 100 letters, digits or any of '_-.,=+@', and not {BASE!r}, as the name of a "
-                f"sweep or method (it names a folder), found {name!r}"
-            )
+            expected = f"expected 1 to 100 letters, digits or any of '_-.,=+@', and not {BASE!r}"
+            raise ValueError(f"{expected}, as the name of a sweep or method (a folder), found {name!r}")
     if sweep.reference is not None and sweep.reference not in sweep.methods:
         raise ValueError(f"reference: expected one of {', '.join(sweep.methods)}, found {sweep.reference!r}")
+    if sweep.reference is None and (alone := sweep.model_fields_set & {"match", "max_steps"}):
+        raise ValueError(f"{min(alone)}: no effect without reference, the method that the others match")
+    if more := [name for name, number in sweep.fewer_seeds.items() if number >= len(sweep.seeds)]:
+        raise ValueError(f"fewer_seeds.{more[0]}: expected fewer than the {len(sweep.seeds)} seeds")
     # Stems, since they name columns and folders: two paths may have the same one.
     stems, labels = [Path(recipe).stem for recipe in sweep.recipes], [*map(sweep.label, sweep.methods)]
     for what, values in (("seeds", sweep.seeds), ("recipes", stems), ("methods.*.label", [BASE, *labels])):

@@ -215,8 +215,7 @@ class Dialogues:
                 f"{changed} of them otherwise"
             )
         self._due.pop(track, None)
-        states = self._states.setdefault(call.key, {})
-        states[track.number] = _State(environment, track, call.turns)
+        self._states.setdefault(call.key, {})[track.number] = _State(environment, track, call.turns)
         if given is None:
             track.finish(grade)
         else:

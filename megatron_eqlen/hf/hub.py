@@ -111,8 +111,7 @@ class HubRepo:
         return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
-        offline = constants.is_offline_mode()
-        options = {"allow_patterns": [*patterns], "local_files_only": offline}
+        options = {"allow_patterns": [*patterns], "local_files_only": constants.is_offline_mode()}
         with _explained(self):
             return Path(api.snapshot_download(**self._where(), **options))
 

@@ -20,7 +20,10 @@ TAKEN = {"role", "name", "tool_call_id"}
 
 def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> None:
     """Raise ValueError for a chat template that ends the assistant's turn with no end of sequence: responses
-    would run on to their limit, and be trained."""
+    would run on to their limit, and be trained; or that reads no ``enable_thinking``, if that is set."""
+    if enable_thinking is not None and "enable_thinking" not in str(tokenizer.backend.chat_template):
+        expected = f"expected a chat template that reads enable_thinking, found none in {tokenizer.folder}"
+        raise ValueError(f"data.enable_thinking: {str(enable_thinking).lower()}: {expected}: leave it out")
     found = list[str]()
     for more in (), (QUESTION,):  # GLM's turns end with the next one's role, gpt-oss's last one otherwise
         messages: list[Any] = [QUESTION, {"role": "assistant", "content": SAID}, *more]

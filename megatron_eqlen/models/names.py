@@ -53,8 +53,7 @@ def global_name(chunk: PolicyModel, name: str) -> str:
     if expert:
         # experts are divided over the expert-parallel ranks in order
         first = experts_per_rank(chunk.model_config) * parallel_state.get_expert_model_parallel_rank()
-        number = first + int(expert[1])
-        rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
+        rest = f"mlp.experts.local_experts.{first + int(expert[1])}.{expert[2]}"
     return f"decoder.layers.{layer}.{rest}"
 
 

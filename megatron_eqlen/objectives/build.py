@@ -192,8 +192,7 @@ def _set_token_advantages(
     units: list[ComparisonUnit], rollouts: Sequence[Rollout], objective: Objective, recipe: Recipe
 ) -> None:
     """Compare each token with its own baseline; a unit's advantages become means."""
-    limit = recipe.rollout.max_response_length
-    found = token_baselines(units, rollouts, objective.baseline, limit)
+    found = token_baselines(units, rollouts, objective.baseline, recipe.rollout.max_response_length)
     for unit, baselines in zip(units, found, strict=True):
         for number, (node, baseline) in enumerate(zip(unit.nodes, baselines, strict=True)):
             if baseline is not None:

@@ -15,6 +15,7 @@ from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.checks import check_effects
 from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.tree import step_tokens
 
 
 def check_combination(job: ResolvedRecipe) -> None:
@@ -68,39 +69,39 @@ def _sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     if objective.forks != "apart" and recipe.sampling != "tree":
         yield f"{name} with sampling: {recipe.sampling}: it weighs a tree's forks; expected sampling: tree"
     if objective.forks == "pooled" and (tree.fork in ("death", "profile") or tree.forks != 1):
-        yield (
-            f"{name} pools the answers to a prompt's thoughts: expected tree_sampling.fork: marker or tokens "
-            f"and tree_sampling.forks: 1, found {tree.fork} and {tree.forks}"
-        )
+        expected = "tree_sampling.fork: marker or tokens and tree_sampling.forks: 1"
+        pools = f"{name} pools the answers to a prompt's thoughts"
+        yield f"{pools}: expected {expected}, found {tree.fork} and {tree.forks}"
     if recipe.sampling == "tree" and tree.fork == "marker" and not tree.marker:
         yield f"tree_sampling.fork: marker: expected tree_sampling.marker, found {tree.marker!r}"
     if recipe.sampling == "tree" and tree.fork == "profile" and recipe.rollout.tokens_per_step is not None:
-        yield (
-            f"tree_sampling.fork: profile with rollout.tokens_per_step: {recipe.rollout.tokens_per_step}: a "
-            "budget cuts or suspends the long trees, which the others do not stand for"
-        )
-    first, limit = tree.step_tokens or 0, recipe.rollout.max_response_length
-    if tree.fork == "profile" and first >= limit and not tree.marker:
-        yield f"tree_sampling: no line forks after {first} tokens, with rollout.max_response_length: {limit}"
+        why = "a budget cuts or suspends the long trees, which the others do not stand for"
+        key = f"rollout.tokens_per_step: {recipe.rollout.tokens_per_step}"
+        yield f"tree_sampling.fork: profile with {key}: {why}"
+    last, limit = tree.forks * step_tokens(recipe), recipe.rollout.max_response_length
+    by_length = tree.step_tokens or not tree.marker
+    if tree.fork == "profile" and by_length and last >= limit:
+        yield f"tree_sampling: no line forks after {last} tokens, with rollout.max_response_length: {limit}"
+    if tree.fork == "profile" and not by_length and tree.forks != type(tree)().forks:
+        yield f"tree_sampling.forks: {tree.forks} places by tokens need tree_sampling.step_tokens, found none"
     # parts are numbered as in a heap, up to the last leaf of a full tree, and records hold 32 bits
     leaves = 0 if tree.fork in ("death", "profile") else recipe.group_size * tree.branching**tree.forks
     if recipe.sampling == "tree" and leaves > LARGEST_NUMBER:
-        yield (
-            f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "
-            f"than {LARGEST_NUMBER} leaves"
-        )
-    if recipe.equal_length.baseline == "streams" and recipe.streams_per_prompt < 2:
-        yield (
-            f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
-            f"least 4, found {recipe.group_size}"
-        )
+        lines = f"{recipe.group_size} lines x {tree.branching} ** {tree.forks}"
+        yield f"tree_sampling.forks: {lines} are more than {LARGEST_NUMBER} leaves"
+    pairs = recipe.equal_length
+    if pairs.suffix_reward == "mean" and pairs.max_pairs == 1:
+        yield "equal_length.suffix_reward: mean of one response, with equal_length.max_pairs: 1: no effect"
+    if pairs.pair_count == "effective" and recipe.teacher:
+        yield "equal_length.pair_count: effective has no effect with a teacher, which trains all pairs"
+    if pairs.baseline == "streams" and recipe.streams_per_prompt < 2:
+        expected = f"expected group_size of at least 4, found {recipe.group_size}"
+        yield f"equal_length.baseline: streams compares the streams of a prompt: {expected}"
     # with shares of units only sums over tokens leave the gradient unbiased
     average = name_of(objective.aggregation, AGGREGATIONS)
     if is_on_policy(recipe, objective) and average is not None and average not in SUMS:
-        yield (
-            f"loss.loss_agg_mode: {average} with {settings(recipe, objective)['on_policy']} divides by "
-            f"numbers of tokens, which biases the gradient; expected one of {', '.join(SUMS)}"
-        )
+        wrong = f"divides by numbers of tokens, which biases the gradient; expected one of {', '.join(SUMS)}"
+        yield f"loss.loss_agg_mode: {average} with {settings(recipe, objective)['on_policy']} {wrong}"
 
 
 def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
@@ -116,18 +117,16 @@ def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     if objective.baseline is of_unit:
         return
     if recipe.sampling == "equal_length":
-        yield (
-            f"{key} with sampling: equal_length: of two truncated tracks only one is trained, so some lines "
-            f"that are alive are missing; use sampling: tree with tree_sampling.fork: death"
-        )
+        why = "of two truncated tracks only one is trained, so some lines that are alive are missing"
+        remedy = "use sampling: tree with tree_sampling.fork: death"
+        yield f"{key} with sampling: equal_length: {why}; {remedy}"
     # a token baseline is compared once: no std, batch mean, names or weights of forks after it
     has_other = objective.forks != "apart" or objective.whitened or objective.rewards == "apart"
     if has_other or objective.advantage not in (rloo, dr_grpo):
         advantage = f"advantage {described(objective.advantage)} and rewards: {objective.rewards}"
-        yield (
-            f"{key} is the advantage itself, reward less baseline: expected objective: dr_grpo or rloo, "
-            f"rewards: together, found objective: {objective.name}, {advantage}"
-        )
+        expected = "expected objective: dr_grpo or rloo, rewards: together"
+        found = f"found objective: {objective.name}, {advantage}"
+        yield f"{key} is the advantage itself, reward less baseline: {expected}, {found}"
 
 
 def _clip_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
@@ -140,41 +139,32 @@ def _clip_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     # of the resolved surrogate: the recipe's keys, or the method's own
     low, high, dual = (clip.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
     if isinstance(surrogate, Ppo) and (low is None) != (high is None):
-        yield (
-            f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
-            f"loss.clip_ratio_high, found {low} and {high}"
-        )
+        both = f"set both loss.clip_ratio_low and loss.clip_ratio_high, found {low} and {high}"
+        yield f"objective: {objective.name} does not clip by itself: {both}"
     logs = getattr(surrogate, "bounds_are_logs", False)
     if low is not None and low > 1 and not logs:
         yield f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
     if dual is not None and dual <= 1 and not logs:
         yield f"loss.clip_ratio_c: {dual}: expected a bound above 1, which no clip reaches before"
     if isinstance(surrogate, Ppo) and dual is not None and low is None:
-        yield (
-            f"loss.clip_ratio_c: {dual} bounds a clipped ratio, and {objective.name} has none: set "
-            f"loss.clip_ratio_low and loss.clip_ratio_high too"
-        )
+        remedy = "set loss.clip_ratio_low and loss.clip_ratio_high too"
+        yield f"loss.clip_ratio_c: {dual} bounds a clipped ratio, and {objective.name} has none: {remedy}"
 
 
 def _ratio_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield updates without a ratio, empty minibatches, ratios corrected twice, and senseless bounds."""
     loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
-        yield (
-            f"objective: {objective.name} without clipping has no importance ratio, so only a harvest's "
-            f"first update is on-policy: loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = "
-            f"{updates} updates need loss.clip_ratio_low and loss.clip_ratio_high"
-        )
+        none = f"objective: {objective.name} without clipping has no importance ratio"
+        product = f"loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = {updates} updates"
+        need = "need loss.clip_ratio_low and loss.clip_ratio_high"
+        yield f"{none}, so only a harvest's first update is on-policy: {product} {need}"
     if loss.minibatches > recipe.data.prompts_per_step:
-        yield (
-            f"loss.minibatches: {loss.minibatches} is more than data.prompts_per_step "
-            f"{recipe.data.prompts_per_step}; a minibatch holds whole prompts"
-        )
+        more = f"more than data.prompts_per_step {recipe.data.prompts_per_step}"
+        yield f"loss.minibatches: {loss.minibatches} is {more}; a minibatch holds whole prompts"
     if loss.old_logprobs == "rollout" and loss.rollout_is != "none":
-        yield (
-            f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; with "
-            f"loss.old_logprobs: rollout the ratio already starts from the engine's"
-        )
+        why = "with loss.old_logprobs: rollout the ratio already starts from the engine's"
+        yield f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; {why}"
     yield from _ratio_bound("loss.rollout_is_threshold", loss.rollout_is_threshold, least=1.0)
     # k1 bounds a ratio, from both sides; the others are divergences, from 0 up
     for name, bound in (loss.rollout_rs or {}).items():
@@ -190,10 +180,8 @@ def _ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> 
     if isinstance(bound, tuple):
         # a pair bounds the ratio from both sides
         if not bound[0] <= 1 <= bound[1] or bound[0] == bound[1]:
-            yield (
-                f"{key}: {list(bound)} leaves out a ratio of 1, where trainer and engine agree: expected "
-                f"[low, high] with low <= 1 <= high and low < high"
-            )
+            expected = "expected [low, high] with low <= 1 <= high and low < high"
+            yield f"{key}: {list(bound)} leaves out a ratio of 1, where trainer and engine agree: {expected}"
     elif bound < least:
         relation = "at least 1" if least == 1 else "more than 1"
         yield f"{key}: {bound:g} bounds ratios, which are 1 if trainer and engine agree: expected {relation}"
@@ -205,6 +193,7 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     older = "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
     comparisons = {
         f"rollout.mismatch.then: {rollout.mismatch.then}": rollout.mismatch.then != "warn",
+        f"rollout.mismatch.tolerance: {rollout.mismatch.tolerance}": rollout.mismatch.tolerance is not None,
         "loss.old_logprobs: rollout": loss.old_logprobs == "rollout",
         f"loss.rollout_is: {loss.rollout_is}": loss.rollout_is != "none",
         "loss.rollout_rs": bool(loss.rollout_rs),
@@ -212,22 +201,18 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     }
     asked = [key for key, used in comparisons.items() if used]
     if asked and not rollout.comparable:
-        yield (
-            f"{asked[0]} compares the engine's log-probs with the trainer's: it needs "
-            f"rollout.keep_sampling_mask: true, or top_k: 0, top_p: 1 and min_p: 0, found log-probs over the "
-            f"tokens that top_k: {rollout.top_k}, top_p: {rollout.top_p:g} and min_p: {rollout.min_p:g} keep"
-        )
+        needs = "rollout.keep_sampling_mask: true, or top_k: 0, top_p: 1 and min_p: 0"
+        keep = f"top_k: {rollout.top_k}, top_p: {rollout.top_p:g} and min_p: {rollout.min_p:g} keep"
+        found = f"found log-probs over the tokens that {keep}"
+        yield f"{asked[0]} compares the engine's log-probs with the trainer's: it needs {needs}, {found}"
     if loss.old_logprobs == "rollout" and not objective.has_ratio:
-        yield (
-            f"loss.old_logprobs: rollout acts only in an importance ratio, and objective: {objective.name} "
-            f"has none: leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
-        )
+        none = f"objective: {objective.name} has none"
+        remedy = "leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
+        yield f"loss.old_logprobs: rollout acts only in an importance ratio, and {none}: {remedy}"
     if rollout.center_scores and (objective.has_ratio or loss.kl_coef):
         other = f"the ratio of objective: {objective.name}" if objective.has_ratio else "loss.kl_coef"
-        yield (
-            f"rollout.center_scores: true with {other}: only -A log pi has a score to center; use rloo "
-            "without clipping, and loss.kl_coef: 0"
-        )
+        why = "only -A log pi has a score to center; use rloo without clipping, and loss.kl_coef: 0"
+        yield f"rollout.center_scores: true with {other}: {why}"
     # tokens that another distribution sampled than the one that is trained
     corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
     corrected = corrected or rollout.center_scores
@@ -238,10 +223,9 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         f"rollout.vllm.kv_cache_dtype: {cached} samples by rounded keys": cached not in ("auto", "bfloat16"),
     }
     for cause in (cause for cause, acts in causes.items() if acts and not corrected):
-        yield (
-            f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
-            "loss.rollout_rs, loss.old_logprobs: rollout or rollout.center_scores (see docs/objectives.md)"
-        )
+        ways = "loss.rollout_rs, loss.old_logprobs: rollout or rollout.center_scores (see docs/objectives.md)"
+        remedy = f"set loss.rollout_is: token or sequence (decoupled PPO), {ways}"
+        yield f"{cause}, and nothing corrects for it: {remedy}"
 
 
 def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
@@ -250,10 +234,8 @@ def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     if objective.rewards == "apart" and not recipe.reward.weights:
         yield f"objective: {objective.name} compares named rewards apart: expected reward.weights, found none"
     if objective.rewards == "apart" and buffer:
-        yield (
-            f"loss.overlong_buffer: {buffer} with loss.rewards: apart: the penalty has no name; set it to 0, "
-            f"and return a named reward for the length"
-        )
+        why = "the penalty has no name; set it to 0, and return a named reward for the length"
+        yield f"loss.overlong_buffer: {buffer} with loss.rewards: apart: {why}"
     if buffer >= longest:
         yield f"loss.overlong_buffer: {buffer} is not below rollout.max_response_length {longest}"
     if objective.advantage is none and not recipe.teacher:
@@ -270,15 +252,12 @@ def _length_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     if not objective.dynamic_sampling:
         yield f"{key}: prompts are replaced by dynamic sampling: set loss.dynamic_sampling: true"
     if recipe.sampling != "independent":
-        yield (
-            f"{key} with sampling: {recipe.sampling}: its responses share prefixes, so their mean length is "
-            f"not that of independent responses; use sampling: independent"
-        )
+        why = "its responses share prefixes, so their mean length is not that of independent responses"
+        yield f"{key} with sampling: {recipe.sampling}: {why}; use sampling: independent"
     if recipe.rollout.carry_over:
-        yield (
-            f"{key} with rollout.carry_over: true: groups that are complete in the same step are of like "
-            f"lengths, so that their quantiles are not those of the prompts drawn together"
-        )
+        why = "groups that are complete in the same step are of like lengths"
+        so = "so that their quantiles are not those of the prompts drawn together"
+        yield f"{key} with rollout.carry_over: true: {why}, {so}"
 
 
 def _dynamic_sampling_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:

@@ -32,6 +32,8 @@ def check(recipe: Recipe) -> None:
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:
     """Raise ValueError for a key that cannot act (``When``). ``resolved``: with the objective's defaults."""
+    for problem in _unread_problems(recipe):
+        raise ValueError(problem)
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:
             found = value_of(resolved, condition.key)
@@ -39,6 +41,28 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
                 remedy = "leave it out" if value == default else f"leave it at {shown(default)}"
                 acts = f"{shown(value)} acts only with {condition}"
                 raise ValueError(f"{key}: {acts}, found {shown(found)}: {remedy}")
+
+
+def _unread_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield keys of data sets, and of supervised training, that nothing reads."""
+    sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
+    for key, each in ((f"{key}.{n}", each) for key, of in sections.items() for n, each in enumerate(of)):
+        bounds = {getattr(each, f"{bound}_difficulty", None) for bound in ("min", "max")}
+        useless = {
+            "instruction": recipe.data.instruction_role == "none" and "data.instruction_role is none",
+            "difficulty": bounds == {None} and "neither min_ nor max_difficulty is set",
+        }
+        for ours in each.columns:
+            if why := useless.get(ours):
+                yield f"{key}.columns: {ours}: {each.columns[ours]} has no effect: {why}"
+        if each.reader == "livecodebench" and (chosen := each.config or each.split):
+            yield f"{key}: config and split have no effect: since and until choose problems, found {chosen}"
+    for key, value, _, _ in _set_keys(recipe) if recipe.supervised else ():
+        if key in ("packing.layout", "report.keep_streams"):
+            yield f"{key}: {shown(value)} has no effect with objective: sft: leave it out"
+    if recipe.supervised and recipe.loss.loss_agg_mode in ("seq-mean-token-sum-norm", "delta-l"):
+        divides = "divides by rollout.max_response_length: without samples use seq-mean-token-sum"
+        yield f"loss.loss_agg_mode: {recipe.loss.loss_agg_mode} {divides}"
 
 
 def _set_keys(
@@ -117,10 +141,9 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
     evaluated = [recipe.of_benchmark(benchmark).rollout for benchmark in recipe.evaluation.benchmarks]
     for each in (rollout, *evaluated) if rollout.keep_sampling_mask else ():
         if each.temperature and not 1 <= each.top_k <= MOST_PER_TOKEN:
-            yield (
-                f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN}, also in "
-                f"evaluations (it bounds what is recorded of each token), found {each.top_k}"
-            )
+            needs = f"rollout.top_k from 1 to {MOST_PER_TOKEN}, also in evaluations"
+            why = "(it bounds what is recorded of each token)"
+            yield f"rollout.keep_sampling_mask: true needs {needs} {why}, found {each.top_k}"
     backend = recipe.model.megatron.get("attention_backend")
     if backend and (backend, device) != ("flash", "gpu"):
         found = f"{backend} with {device}: token trees have no other kernels"
@@ -167,11 +190,10 @@ def _teacher_problems(recipe: Recipe) -> Iterator[str]:
     if teacher.url and teacher.path:
         yield f"teacher.url: {teacher.url} with teacher.path: set one of them"
     if teacher.url and (rollout.temperature != 1 or rollout.keep_sampling_mask):
-        yield (
-            "teacher.url: a server gives log-probs at temperature 1 over the whole vocabulary: expected "
-            f"rollout.temperature: 1 and keep_sampling_mask: false, found {rollout.temperature:g} and "
-            f"{shown(rollout.keep_sampling_mask)}; with teacher.path the trainer computes them"
-        )
+        why = "a server gives log-probs at temperature 1 over the whole vocabulary"
+        expected = "expected rollout.temperature: 1 and keep_sampling_mask: false"
+        found = f"found {rollout.temperature:g} and {shown(rollout.keep_sampling_mask)}"
+        yield f"teacher.url: {why}: {expected}, {found}; with teacher.path the trainer computes them"
 
 
 SUPERVISED = ("kl_coef", "kl_estimator", "minibatches", "epochs", "loss_agg_mode")

@@ -39,6 +39,7 @@ def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
         problems += weights(recipe.parallel, model)
         problems += engine(recipe.rollout, model)
         problems += paths(recipe, model)
+        problems += options_of_experts(recipe, model)
     require(problems)
 
 
@@ -52,10 +53,8 @@ def check_started(recipe: Recipe, processes: int) -> None:
     """Raise LayoutError if a launcher started another number of processes than the recipe specifies."""
     cluster = recipe.cluster
     if processes != recipe.world_size:
-        raise LayoutError(
-            f"cluster: nodes {cluster.nodes} x processes_per_node {cluster.processes_per_node} = "
-            f"{recipe.world_size} processes, but {processes} were started"
-        )
+        product = f"nodes {cluster.nodes} x processes_per_node {cluster.processes_per_node}"
+        raise LayoutError(f"cluster: {product} = {recipe.world_size} processes, but {processes} were started")
 
 
 def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe:
@@ -73,22 +72,16 @@ def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
         yield "parallel.sequence: true divides rows over parallel.tensor ranks, at least 2, found 1"
     # Dense layers: tensor x pipeline ranks hold the model once, and the rest is data-parallel.
     if processes % (ranks := tensor * pipeline):
-        yield (
-            f"parallel: tensor {tensor} x pipeline {pipeline} = {ranks} does not divide the {processes} "
-            f"{PROCESSES}"
-        )
+        product = f"tensor {tensor} x pipeline {pipeline} = {ranks}"
+        yield f"parallel: {product} does not divide the {processes} {PROCESSES}"
     # Experts divide the same ranks in a way of their own.
     experts = parallel.expert_tensor * parallel.expert * pipeline
     if processes % experts:
-        yield (
-            f"parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x pipeline "
-            f"{pipeline} = {experts} does not divide the {processes} {PROCESSES}"
-        )
+        product = f"expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x pipeline {pipeline}"
+        yield f"parallel: {product} = {experts} does not divide the {processes} {PROCESSES}"
     if parallel.virtual_pipeline and pipeline == 1:
-        yield (
-            f"parallel.virtual_pipeline: {parallel.virtual_pipeline} stages a rank need parallel.pipeline "
-            f"of at least 2, found 1"
-        )
+        need = "stages a rank need parallel.pipeline of at least 2, found 1"
+        yield f"parallel.virtual_pipeline: {parallel.virtual_pipeline} {need}"
 
 
 def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
@@ -96,10 +89,9 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
     yield from _divides("parallel.tensor", parallel.tensor, _tensor_sizes(model))
     yield from _stages(parallel, model)
     if parallel.tensor > 1 and parallel.sequence is False and needs_sequence_parallel(model):
-        yield (
-            f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
-            f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); omit it or set it to true"
-        )
+        needs = f"sequence parallelism in a {model.model_type} model (experts, Gated DeltaNet)"
+        found = f"parallel.sequence: false with parallel.tensor {parallel.tensor}"
+        yield f"{found}: Megatron-Core needs {needs}; omit it or set it to true"
     experts = model.experts
     if experts is None:
         # A dense model: expert parallelism would divide nothing.
@@ -137,10 +129,8 @@ def _nearly_even(layers: int, chunks: int) -> list[int]:
 def replicas(rollout: RolloutRecipe, processes_per_node: int) -> Iterator[str]:
     """Yield violations of the rule that a colocated engine uses neighbouring ranks of one machine."""
     if processes_per_node % rollout.tensor_parallel:
-        yield (
-            f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide "
-            f"cluster.processes_per_node {processes_per_node}: an engine's ranks are on one machine"
-        )
+        ranks = f"cluster.processes_per_node {processes_per_node}: an engine's ranks are on one machine"
+        yield f"rollout.tensor_parallel: {rollout.tensor_parallel} does not divide {ranks}"
 
 
 def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
@@ -149,10 +139,8 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
     if rollout.keep_routes and model.experts is None:
         yield f"rollout.keep_routes: true, but a {model.model_type} model has no experts"
     if rollout.batch_invariant and model.delta_net:
-        yield (
-            f"rollout.batch_invariant: true, but a {model.model_type} model has Gated DeltaNet, for which "
-            "vLLM has no batch-invariant kernels"
-        )
+        why = "has Gated DeltaNet, for which vLLM has no batch-invariant kernels"
+        yield f"rollout.batch_invariant: true, but a {model.model_type} model {why}"
     key, parts = "rollout.tensor_parallel", rollout.tensor_parallel
     sizes = _tensor_sizes(model)
     heads = sizes.pop("num_key_value_heads")
@@ -175,6 +163,14 @@ def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
         if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"
         yield f"{recipe.longest_context_text} is more than the model's {source} {model.context_length}"
+
+
+def options_of_experts(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
+    """Yield options of Megatron-Core and vLLM for experts, where the model has none: nothing reads them."""
+    for key, options in ("model.megatron", recipe.model.megatron), ("rollout.vllm", recipe.rollout.vllm):
+        for name in options if model.experts is None else ():
+            if "moe" in name or "expert" in name:
+                yield f"{key}.{name}: {options[name]}, but a {model.model_type} model has no experts"
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:

@@ -380,7 +380,7 @@ class RolloutRecipe(Section):
     """Maximum number of requests that an engine decodes at once."""
     block_size: PositiveInt = 32
     """Tokens per block of the KV cache."""
-    gpu_memory_utilization: Fraction = 0.85
+    gpu_memory_utilization: Quantile = 0.85
     """Share of a GPU's memory that the engine may use while it is awake."""
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
@@ -420,8 +420,7 @@ class RolloutRecipe(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides those of every track."""
-        kept = (name for name, key in _keys("keep_key") if getattr(self, key))
-        return (LOGPROBS.name, *kept)
+        return (LOGPROBS.name, *(name for name, key in _keys("keep_key") if getattr(self, key)))
 
     @property
     def unrecorded_columns(self) -> tuple[str, ...]:
@@ -535,7 +534,7 @@ class OptimizerRecipe(Section):
     lr: PositiveFloat = 1e-6
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 20
-    """Updates in which the learning rate rises from 0."""
+    """Updates in which the learning rate rises: the k-th has k / ``warmup_steps`` of it; 1 is as 0."""
     lr_schedule: Annotated[Literal["constant", "linear", "cosine"], When("steps")] = "constant"
     """Learning rate after the warm-up, until ``steps``."""
     min_lr: Annotated[NonNegativeFloat, When(".lr_schedule", "linear", "cosine")] = 0.0
@@ -666,7 +665,7 @@ class ClusterRecipe(Section):
     """Machines that train; servers need further machines."""
     processes_per_node: PositiveInt = 1
     """Processes per node: one per GPU; on CPUs one per core used."""
-    watchdog_seconds: PositiveFloat | None = 1800.0
+    watchdog_seconds: Annotated[float, Field(gt=0, le=1e9), NUMBER] | None = 1800.0
     """Seconds without progress on any rank after which the run counts as hung. Each rank's stacks go to
     ``RUN/hang/``, and the run ends with status 75. null: wait for ever (for a debugger, say)."""
     device: Literal["gpu", "cpu"] = "gpu"
@@ -692,7 +691,7 @@ class Recipe(Section):
     """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is ``grpo`` for example."""
     variant: dict[str, str] = {}
     """Keys and values that the command line changed in the recipe file; filled in by loading."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), NUMBER] = 0
     """Seed of prompts and sampling. Part of the run folder's name."""
     steps: PositiveInt | None = None
     """End the run after this many steps. One of this and the next three must be set; the first ends it."""
@@ -779,8 +778,9 @@ class Recipe(Section):
     def longest_context(self) -> int:
         """Most tokens of a path that an engine generates, in training or for a benchmark."""
         # Benchmarks may allow longer responses than training does.
-        limits = (each.max_response_length or 0 for each in (self.evaluation, *self.evaluation.benchmarks))
-        return self.longest_path + max(max(limits) - self.rollout.max_response_length, 0)
+        recipes = (self, *map(self.of_benchmark, self.evaluation.benchmarks))
+        longest = max(each.rollout.max_response_length for each in recipes)
+        return self.longest_path + longest - self.rollout.max_response_length
 
     @property
     def longest_context_text(self) -> str:

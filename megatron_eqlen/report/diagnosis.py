@@ -27,7 +27,7 @@ LOOKED_AT, TEXT = 32, 160
 FORMS = {"math": "\\boxed{", "code": "```"}
 """Text that an answer begins with, by grader."""
 EQUAL = {"cut off": "responses are cut off by rollout.tokens_per_step",
-         "scored": "equal rewards: the reward function gives the same to all"}  # fmt: skip
+         "scored": "equal rewards: {} gives the same to all"}  # fmt: skip
 TRENDS = (
     ("entropy", ("loss/entropy",), 0.1, 0.02, "the policy samples hardly anything new: raise "
      "rollout.temperature or loss.clip_ratio_high, or lower optimizer.lr"),
@@ -110,7 +110,7 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
     (end, count), *_ = ((end, count) for end, count in ends.most_common() if end != UNSCORED)
     # texts of lines with the most frequent end: several to look for an answer in, else one as the example
     mine = [(rollout, last) for name, rollout, last in responses if name == end]
-    form = FORMS.get(mine[0][0].prompt.grader, "")
+    form, grade = FORMS.get(mine[0][0].prompt.grader, ""), mine[0][1].grade
     looked_at = mine[: LOOKED_AT if end == "truncated" else 1]
     fill_numbers([rollout for rollout, _ in looked_at], files)
     decode, note = find_decoder(recipe.model)
@@ -134,10 +134,10 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
         cause = f"the form is not met: no {form or 'answer'} in {count} responses (data.instruction)"
     else:
         which = "right: too easy" if max(rewards) > 0 else "wrong: too hard, or golds of another form"
-        cause = EQUAL.get(end, f"all are {which}")
+        cause = EQUAL.get(end, f"all are {which}").format((grade and grade.grader) or "the grader")
     counts = ", ".join(f"{number} {name}" for name, number in ends.most_common())
     prompt, text = mine[0][0].prompt, f"…{texts[0][-TEXT:]}" if len(texts[0]) > TEXT else texts[0]
-    grade, gold = mine[0][1].grade, f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
+    gold = f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
     detail = f", {grade.detail[-TEXT:]!r}" if grade and grade.detail else gold
     shown = f"{prompt.prompt_id}: {text!r}{detail}" + f". {note}" * bool(note)
     yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}"

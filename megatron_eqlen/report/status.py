@@ -212,8 +212,7 @@ def _job(state: RunState) -> str:
 def _evaluated(folder: Path, steps: int) -> Iterator[StatusRow]:
     """Yield each benchmark of the first evaluation and of the newest."""
     files = evaluation_files(folder / "evaluation", steps)
-    shown = read_evaluations([*files[:1], *files[1:][-1:]])
-    for name, rows in histories(shown).items():
+    for name, rows in histories(read_evaluations([*files[:1], *files[1:][-1:]])).items():
         results = (f"{row.label} avg@{row.result.samples} {row.result.accuracy}" for row in rows)
         yield name, ", then ".join(results)
 

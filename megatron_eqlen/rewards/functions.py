@@ -211,10 +211,9 @@ def is_reward_function(path: str) -> bool:
     if inspect.isclass(loaded):
         if "__call__" in vars(loaded):
             module, _, name = path.partition(":")
-            raise ValueError(
-                f"grader: {path}: expected a function or an instance, found a class to be called: "
-                f"write `reward = {name}()` below it and name {module}:reward"
-            )
+            remedy = f"write `reward = {name}()` below it and name {module}:reward"
+            expected = "expected a function or an instance, found a class to be called"
+            raise ValueError(f"grader: {path}: {expected}: {remedy}")
         return False
     parameters = _parameters(loaded, path, "grader")
     if _takes_response(parameters):

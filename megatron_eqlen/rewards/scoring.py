@@ -205,10 +205,8 @@ def weighed(grade: Grade, weights: Mapping[str, float]) -> Grade:
     if not grade.rewards:
         return grade
     if grade.rewards.keys() != weights.keys():
-        raise ValueError(
-            f"{grade.grader}: expected rewards of the names in reward.weights, {', '.join(weights) or 'none'}"
-            f"; found {', '.join(grade.rewards)}"
-        )
+        expected = f"expected rewards of the names in reward.weights, {', '.join(weights) or 'none'}"
+        raise ValueError(f"{grade.grader}: {expected}; found {', '.join(grade.rewards)}")
     return replace(grade, reward=sum(weight * grade.rewards[name] for name, weight in weights.items()))
 
 
@@ -259,10 +257,9 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
         with own_code(name):
             grader = factory(reward, seed=seed) if draws else factory(reward)
         if not (callable(getattr(grader, "grade", None)) and callable(getattr(grader, "close", None))):
-            raise ValueError(
-                f"grader: {name}: expected a reward function (docs/extending.md), or a factory whose result "
-                f"has grade(texts, golds) and close(), found {grader!r:.80}"
-            )
+            factory_of = "a factory whose result has grade(texts, golds) and close()"
+            expected = f"a reward function (docs/extending.md), or {factory_of}"
+            raise ValueError(f"grader: {name}: expected {expected}, found {grader!r:.80}")
         return grader
     raise ValueError(f"grader: expected math, code or package.module:name, found {name!r}")
 

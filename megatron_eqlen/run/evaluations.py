@@ -122,5 +122,4 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
 
 
 def _public_since(result: EvaluationResult) -> str | None:
-    reader = result.manifest["benchmark"]["reader"]
-    return BENCHMARKS.get(reader, {}).get("released")
+    return BENCHMARKS.get(result.manifest["benchmark"]["reader"], {}).get("released")

@@ -129,6 +129,8 @@ def start_rollouts(
 ) -> Rollouts:
     """Return the source of the recipe's rollouts, recorded under ``streams``."""
     if replay is not None:
+        if session.recipe.evaluation.benchmarks:
+            session.progress.say("--replay starts no engine: no benchmark is evaluated")
         return Replay(session, replay)
     if not session.recipe.generates:
         return Demonstrations(session, prompts, None)

@@ -22,8 +22,7 @@ class StepRecords:
         """Report steps that are trained again, and those of the ``steps`` steps so far without a record."""
         if not distributed.is_rank0():
             return
-        columns = Columns(self._folder.path, ["train/updates"])
-        recorded = {*columns.steps.astype(int).tolist()}
+        recorded = {*Columns(self._folder.path, ["train/updates"]).steps.astype(int).tolist()}
         if not resumed and recorded:
             self._session.progress.say(f"no checkpoint was saved: {len(recorded)} steps are trained again")
         if missing := [step for step in range(1, steps + 1) if step not in recorded]:

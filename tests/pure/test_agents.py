@@ -455,6 +455,17 @@ def test_an_agent_may_ask_which_models_there_are(opened):
         client(f"http://127.0.0.1:{port}/rollout/x/v1").models.list()
 
 
+def test_the_body_of_a_question_for_models_is_no_request(opened):
+    endpoint, port, _ = opened
+    (key,) = endpoint.episodes
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        head = f"GET /rollout/{key}/v1/models HTTP/1.1\r\nHost: a\r\nContent-Length: 27\r\n\r\n"
+        connection.sendall(head.encode() + b"DELETE / HTTP/1.1\r\nA: b\r\n\r\n")
+        answers = connection.makefile("rb").read()
+    assert answers.startswith(b"HTTP/1.1 200 ")
+    assert answers.count(b"HTTP/1.1") == 1
+
+
 def test_who_has_no_key_is_refused_before_the_body_and_keeps_no_thread(opened, monkeypatch):
     endpoint, port, status = opened
     assert status("Content-Length: 400000000", path="/rollout/x/v1/chat/completions") == 404

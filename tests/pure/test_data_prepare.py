@@ -59,6 +59,15 @@ def test_a_reader_that_is_none_is_named_in_a_line(tmp_path, monkeypatch):
         prepare_data.main()
 
 
+@pytest.mark.parametrize("words", [["9"], ["0", "--tokenizer", "model"]])
+def test_a_limit_that_nothing_measures_is_refused(tmp_path, monkeypatch, capsys, words):
+    command = ["prepare_data.py", "--reader", "jsonl", "--path", "x", "--out", str(tmp_path / "x.parquet")]
+    monkeypatch.setattr(sys, "argv", [*command, "--max-prompt-length", *words])
+    with pytest.raises(SystemExit):
+        prepare_data.main()
+    assert "expected a number from 1 on, and --tokenizer, which measures" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def grader():
     with contextlib.closing(MathGrader(workers=1)) as grader:

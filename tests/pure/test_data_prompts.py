@@ -24,7 +24,7 @@ from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
-from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, RewardRecipe, SourceRecipe
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, EnvironmentRecipe, RewardRecipe, SourceRecipe
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING
 from megatron_eqlen.rewards.scoring import Scorer
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -321,6 +321,10 @@ LAYOUTS = {
     "trl chat": ({"prompt": USER, "ground_truth": 5}, "CHAT",
                  "question from prompt (a chat, as it stands), answer from ground_truth"),
     "openrlhf": ({"input": "2 + 3?", "label": "5"}, "TEXT", "question from input, answer from label"),
+    "an instruction beside a chat": (
+        {"prompt": USER, "answer": "5", "instruction": "Be brief."}, "CHAT",
+        "question from prompt (a chat, as it stands), answer from answer; not shown to the model: "
+        "instruction"),
     "sharegpt": ({"conversations": SHAREGPT}, "CHAT", "question from conversations (a chat, as it stands)"),
     "nemo-rl": ({"problem": "2 + 3?", "expected_answer": "5"}, "TEXT",
                 "question from problem, answer from expected_answer"),
@@ -439,6 +443,7 @@ def three(path, tally):
     ({"answer": "gold.valeu"}, {}, "'gold.valeu' is in none of its first 1 rows (nearest: 'gold.value')"),
     ({"tests": "gold"}, {}, "tests: gold has no effect: no row's grader is code"),
     ({"question": "prompt", "instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
+    ({"instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"grader": "text"}, {"grader": "math"}, "grader: text has no effect: the recipe's grader is math"),
 ])  # fmt: skip
 def test_a_columns_entry_that_cannot_act_is_refused(tmp_path, columns, keys, message):
@@ -500,7 +505,8 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
         return PromptSource(recipe(rows_in(tmp_path, rows, grader=f"{__name__}:{name}")), tokenizer, 0)
 
     scorer, prompts = Scorer(RewardRecipe(), tokenizer), graded_by("fails_later")
-    whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]), reward=RewardRecipe())
+    none = {"evaluation": SimpleNamespace(benchmarks=[]), "environment": EnvironmentRecipe()}
+    whole = SimpleNamespace(**none, reward=RewardRecipe())
     (first,) = first_rewards(whole, prompts, scorer, tokenizer)
     assert re.match(r"deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError", first.cause)
     (first,) = first_rewards(whole, graded_by("fails_first"), scorer, tokenizer)
@@ -509,11 +515,13 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
     strict = Scorer(RewardRecipe(on_error="end"), tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError"):
         first_rewards(whole, prompts, strict, tokenizer)
-    weighed = SimpleNamespace(evaluation=whole.evaluation, reward=RewardRecipe(weights={"right": 1.0}))
+    weighed = SimpleNamespace(**none, reward=RewardRecipe(weights={"right": 1.0}))
     with pytest.raises(
         ValueError, match=r"expected rewards named right \(reward.weights\), found one unnamed"
     ):
         first_rewards(weighed, prompts, scorer, tokenizer)
+    weighed.environment = EnvironmentRecipe(name="python")  # one that grades may name its rewards
+    assert first_rewards(weighed, prompts, scorer, tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#0: .*:fails: KeyError"):
         first_rewards(whole, graded_by("fails"), scorer, tokenizer)
     whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=test.path)]

@@ -98,6 +98,15 @@ def test_what_is_told_of_a_response_in_a_chat_is_that_nothing_beside_it_is_read(
     assert told == "question from messages (a chat, as it stands); not read: answer"
 
 
+def test_a_column_of_answers_is_refused_where_chats_have_the_response_and_read_where_one_has_none():
+    row, columns = {"answer": "another", "messages": [USER, REPLY]}, {"answer": "answer"}
+    with pytest.raises(
+        ValueError, match="columns: answer: answer has no effect: the chat ends with the resp"
+    ):
+        find_layout(Path("rows.jsonl"), [row], columns, DEMONSTRATION)
+    find_layout(Path("rows.jsonl"), [row, row | {"messages": [USER]}], columns, DEMONSTRATION)
+
+
 @pytest.mark.parametrize(("row", "fault"), [
     ({"messages": [USER]}, "no_response is .*rows.jsonl#0: expected turns that end with the assistant's"),
     ({"messages": [USER, REPLY, USER]}, "no_response is .*rows.jsonl#0"),
@@ -169,10 +178,19 @@ BENCHMARK = {"benchmarks": [{"name": "b", "reader": "jsonl", "path": "none"}]}
     ({"evaluation": BENCHMARK, "packing": {}, "rollout": {"tokens_per_step": 9}},
      "rollout.tokens_per_step: 9"),
     ({"data": {"sources": [{"name": "s", "path": "none", "grader": "math"}]}}, "sources.0.grader: math"),
+    ({"packing": {"layout": "expanded"}}, "packing.layout: expanded"),
+    ({"report": {"keep_streams": 1}}, "report.keep_streams: 1"),
 ])  # fmt: skip
 def test_a_key_without_effect_is_refused(changes, key):
     with pytest.raises(RecipeError, match=rf"{re.escape(key)} has no effect with objective: sft"):
         supervised("none", "none", **changes)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum-norm", "delta-l"])
+def test_an_average_by_the_longest_sampled_response_is_refused(mode):
+    """Else ``rollout.max_response_length``, a key of the engine, would scale the loss."""
+    with pytest.raises(RecipeError, match=f"{mode} divides by rollout.max_response_length"):
+        supervised("none", "none", loss={"loss_agg_mode": mode})
 
 
 def test_engine_settings_stay_where_benchmarks_are_switched_off():

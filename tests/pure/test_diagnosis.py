@@ -11,7 +11,7 @@ from megatron_eqlen.types import Grade
 from tests.kit.report_runs import make_tokenizer, prompt, recipe, segment, write_run
 
 NONE, RIGHT, WRONG, SCORED = (
-    Grade(reward, verdict)
+    Grade(reward, verdict, grader="mine:exact")
     for reward, verdict in ((0.0, "no_answer"), (1.0, "correct"), (0.0, "wrong"), (0.5, "scored"))
 )
 FAILED = Grade.unscored("late")
@@ -49,7 +49,7 @@ def told(tmp_path):
      ["2 failed", "'ten', 'No module named pytest'"]),
     ([("seven", CUT)] * 4, ["their answers would come after it", "max_response_length: 192", "0 of 4 hold"]),
     ([(r"\boxed{7} ten", CUT)] * 4, ["go on after their answer", "4 of 4 hold an answer"]),
-    ([("seven", SCORED), ("ten", SCORED)] * 2, ["the reward function gives the same to all", "4 scored"]),
+    ([("seven", SCORED), ("ten", SCORED)] * 2, ["equal rewards: mine:exact gives the same", "4 scored"]),
     ([("seven", RIGHT)] * 2 + [("ten", WRONG)] * 2, ["differ between prompts only: 1 of 2 right"]),
     ([("seven", RIGHT)] * 2 + [("ten", NONE)] * 4,
      ["differ between prompts only: 1 of 3 right", "4 no_answer"]),

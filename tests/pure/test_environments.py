@@ -286,9 +286,12 @@ def test_an_environment_that_is_false_keeps_its_state():
 WRONG = {
     "step: expected an Observation whose content is a str, .*found '7 7' of the type str": ("7 7", 0.0),
     "step: expected an Observation whose content is a str, .*found .*content=7": (Observation(7), 0.0),
+    "step: expected an Observation whose .* done a bool, .*done='no'": (Observation("7", done="no"), 0.0),
+    "step: expected an Observation whose .* or whose mess": (Observation("7", messages=[{"a": "b"}]), 0.0),
     "step: expected an Observation that the chat template writes as tokens, found ''": (Observation(""), 0.0),
     "grade: expected a finite number, a Grade or None, found '1.0' of the type str": (None, "1.0"),
     "grade: expected a finite number, a Grade or None, found 'nan' of the type float": (None, float("nan")),
+    "grade: expected a finite number, a Grade or None, found '1000.*' of the type int": (None, 10**400),
 }  # fmt: skip
 
 
@@ -571,6 +574,14 @@ def test_a_template_whose_turns_do_not_end_responses_is_refused(name, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(ends))
     with pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext():
         require_end(load_tokenizer(tmp_path))
+
+
+def test_a_template_that_reads_no_enable_thinking_is_refused_where_it_is_set(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, TEMPLATES["plain"])
+    with pytest.raises(
+        ValueError, match=r"data\.enable_thinking: false: expected a chat template that reads"
+    ):
+        require_end(tokenizer, enable_thinking=False)
 
 
 LOST = {

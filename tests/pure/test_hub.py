@@ -185,6 +185,14 @@ def test_eqlen_check_downloads_and_names_the_commits(hub, tmp_path, capsys):
     assert (folder / "model.safetensors").read_bytes() == b"weights"
 
 
+def test_another_model_is_evaluated_without_the_revision_of_the_recipes_own(hub, tmp_path, capsys):
+    run, bench = tmp_path / "run", {"benchmarks": [{"name": "b", "reader": "jsonl", "path": "none"}]}
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump(pinned(recipe(evaluation=bench))))
+    assert cli.main(["evaluate", str(run), "--model", str(tmp_path)]) == 2
+    assert "evaluation.benchmarks.0.path: none does not exist" in capsys.readouterr().err
+
+
 def test_the_variables_of_huggingface_hub_apply(hub, tmp_path):
     """HF_ENDPOINT and HF_HOME are read when the library is imported."""
     code = "from megatron_eqlen.hf.hub import HubRepo as H; print(H('ann/tiny', 'model').file('config.json'))"

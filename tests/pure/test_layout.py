@@ -175,6 +175,8 @@ REFUSED = {
     "experts against the model": ("qwen3_moe", {"parallel.expert": 3, "cluster.processes_per_node": 3},
      "parallel.expert: 3 does not divide the model's num_experts 4"),
     "experts that are not there": ("qwen3", {"parallel.expert": 2}, "a qwen3 model has no experts"),
+    "options of experts that are not there": ("qwen3", {"model.megatron": {"moe_permute_fusion": True}},
+     "model.megatron.moe_permute_fusion: True, but a qwen3 model has no experts"),
     "layers": ("qwen3", {"parallel.pipeline": 2, "parallel.virtual_pipeline": 4},
      "pipeline 2 x parallel.virtual_pipeline 4 = 8 is more than the model's num_hidden_layers 4"),
     "layers of other stages": ("qwen3", {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 1, 2]},

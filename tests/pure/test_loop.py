@@ -155,3 +155,12 @@ def test_a_reward_function_is_called_on_a_row_before_anything_is_built(
             "data source sums: question from prompt, answer from label",
             f"first rewards of sums ({__name__}:half): {right}",
         ]
+
+
+def test_a_replay_tells_that_benchmarks_are_not_evaluated(tmp_path):
+    for benchmarks in ([], [{"name": "b", "path": "none"}]):
+        said: list[str] = []
+        progress = SimpleNamespace(say=said.append)
+        session: Any = SimpleNamespace(recipe=small(evaluation__benchmarks=benchmarks), progress=progress)
+        loop.start_rollouts(session, tmp_path, tmp_path, None)
+        assert said == ["--replay starts no engine: no benchmark is evaluated"] * len(benchmarks)

@@ -188,6 +188,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"objective": "rloo", "sampling": "independent", "loss__baseline": "fitted", "loss__advantage": "grpo"},
      "found objective: rloo, advantage grpo and rewards: together"),
     ({"loss__teacher_coef": 0.5}, "loss.teacher_coef: 0.5: expected teacher.path or teacher.url"),
+    ({"teacher__path": "t", "equal_length__pair_count": "effective"}, "effective has no effect with a tea"),
     ({"teacher__path": "t", "teacher__url": "http://t"}, "teacher.url: http://t with teacher.path: set one"),
     ({"teacher__url": "http://t", "rollout__temperature": 0.6}, "found 0.6 and false"),
     ({"objective": "gdpo"}, "compares named rewards apart: expected reward.weights, found none"),
@@ -215,6 +216,7 @@ CARRIED = {"rollout__carry_over": True, "rollout__tokens_per_step": 9}
     ({"loss__rollout_is": "sequence"}, "loss.rollout_is: sequence"),
     ({"loss__rollout_rs": {"seq_mean_k3": 0.01}}, "loss.rollout_rs"),
     ({"rollout__mismatch": {"then": "stop"}}, "rollout.mismatch.then: stop"),
+    ({"rollout__mismatch": {"tolerance": 0.2}}, "rollout.mismatch.tolerance: 0.2"),
     (CARRIED, "rollout.carry_over: true"),
     (CARRIED | {"loss__rollout_is": "token"}, "loss.rollout_is: token"),
 ])  # fmt: skip

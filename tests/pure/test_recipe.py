@@ -68,6 +68,8 @@ MISTAKES = [
     ("name=../../x", "name: expected 1 to 100 letters, digits"),
     ("name=..", "found '..'"),
     ("name=''", "found ''"),
+    ("seed=4294967296", "seed: Input should be less than 4294967296, found '4294967296'"),
+    ("cluster.watchdog_seconds=1e12", "watchdog_seconds: Input should be less than or equal to 1000000000"),
     ("steps=0", "steps: Input should be greater than 0, found '0'"),
     ("objective=gpo", "objective: 'gpo' is not one of"),
     ("group_size=7", "group_size: 7 is odd"),
@@ -104,13 +106,19 @@ MISTAKES = [
     ("packing.max_tokens_per_row=150", "prompt_length 100 + rollout.max_response_length 100 = 200"),
     ("parallel.tensor=3", "tensor 3 x pipeline 1 = 3 does not divide the 1 processes (cluster"),
     ("equal_length.prefix_in_gradient=true", "acts only with packing.layout: expanded"),
+    ("equal_length.suffix_reward=mean equal_length.max_pairs=1",
+     "equal_length.suffix_reward: mean of one response, with equal_length.max_pairs: 1: no effect"),
     ("rollout.engine=server", "rollout.servers"),
+    ("rollout.gpu_memory_utilization=0", "gpu_memory_utilization: Input should be greater than 0, found"),
     ("rollout.temperature=0.001", "temperature: Input should be greater than or equal to 0.01, found"),
     ("rollout.keep_sampling_mask=true rollout.top_k=0", "true needs rollout.top_k from 1 to 255"),
     (BENCHMARK + "evaluation.temperature=0.001", "temperature: expected 0 (greedy), or 0.01 and more"),
     (BENCHMARK + "evaluation.temperature=0", "samples: 32: with temperature: 0 (greedy) all responses to a"),
     (BENCHMARK + "evaluation.benchmarks.0.temperature=0 evaluation.benchmarks.0.top_k=5", "top_k: 5 has no"),
     (BENCHMARK.replace("]", ", {name: b, path: y}]"), "evaluation.benchmarks: b is the name of 2, whose"),
+    (BENCHMARK + "evaluation.benchmarks.0.columns.difficulty=d", "difficulty: d has no effect: neither min_"),
+    ("data.sources.0.columns.instruction=i data.instruction_role=none", "i has no effect: data.instruction_"),
+    (BENCHMARK.replace("}", ", reader: livecodebench, config: v6}"), "0: config and split have no effect"),
     ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "data.sources: a is the name of 2, whose"),
     (BENCHMARK + "rollout.keep_sampling_mask=true evaluation.top_k=0", "to 255, also in evaluations"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
@@ -267,6 +275,13 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
             recipe = Recipe.model_validate(broken)
             with pytest.raises(ValueError, match=f" acts only with {re.escape(str(condition))}, found "):
                 check_effects(recipe, recipe)
+
+
+def test_the_longest_context_is_that_of_a_benchmark_which_allows_more():
+    bench = {"name": "a", "path": "b"}
+    for benchmarks, longest in ([], 200), ([bench | {"max_response_length": 50}], 200), ([bench], 1100):
+        recipe = small(evaluation={"max_response_length": 1000, "benchmarks": benchmarks})
+        assert recipe.longest_context == longest
 
 
 def test_an_own_module_that_fails_is_named(tmp_path, monkeypatch):
@@ -523,6 +538,11 @@ REFUSED = [
     (f"train {{large}} run_dir={{here}}/{LONG}", f"eqlen train: {{here}}/{LONG}: File name too long"),
     (f"submit {{large}} run_dir={{here}}/{LONG}", f"eqlen submit: {{here}}/{LONG}: File name too long"),
     ("recipe --from verl {here}/image.yaml", "image.yaml: cannot be read as a configuration: 'utf-8' codec"),
+    ("recipe --from verl {here}/empty.yaml A=1", "expected a script to take 'A=1', which other files do not"),
+    ("train {large} --all", "eqlen train: expected --all with --dry-run alone"),
+    ("train {large} --dry-run --from a@1", "--dry-run alone, whose plan depends on no --from or"),
+    ("sweep {recipes}/paper_tables.yaml --jobs 3 --tables", "--jobs: 3 at a time, but --dry-run and --t"),
+    ("evaluate {tiny} --model {here} model.path=a", "model.path=a: --model names another model, {here}"),
     # below the usage
     ("train", "the following arguments are required: recipe\n"),
     ("train {large} --dry-run seed", "train: unrecognized arguments: seed\n"),

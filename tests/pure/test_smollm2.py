@@ -59,6 +59,14 @@ def test_a_file_that_would_not_become_the_model_is_refused(tmp_path, content, ba
         make_smollm2.check_gguf(path, tmp_path / "base")
 
 
+def test_a_file_to_convert_is_refused_where_models_are_asked(tmp_path, monkeypatch, capsys):
+    words = ["--out", str(tmp_path), "--ask", "a", "--gguf", "b"]
+    monkeypatch.setattr(sys, "argv", ["make_smollm2.py", *words])
+    with pytest.raises(SystemExit):
+        make_smollm2.main()
+    assert "--gguf has no effect with --ask" in capsys.readouterr().err
+
+
 def test_tokens_that_a_file_marks_are_tokens_and_its_end_is_the_tokenizers(tmp_path, monkeypatch):
     texts = {"a": 1, "<tool_call>": 4, "<|end|>": 3, "<|fim|>": 3, "<unused>": 5}
     fields = {"token_type": [*texts.values()], "eos_token_id": 2}

@@ -235,6 +235,8 @@ def test_the_papers_sweep_has_the_papers_methods():
     ("match: flops", "fewer_seeds: {{ppo: 1}}", "fewer_seeds: expected some of eqlen, .*, found 'ppo'"),
     ("kind: difference", "kind: drift", "kind: Input should be 'accuracy', 'difference' or 'efficiency'"),
     ("equal_length.suffix_reward: mean", "steps: 7", "mean.set.steps: no effect beside reference: eqlen"),
+    ("reference: eqlen", "", "match: no effect without reference, the method that the others match"),
+    ("match: flops", "fewer_seeds: {{eqlen: 3}}", "fewer_seeds.eqlen: expected fewer than the 3 seeds"),
     ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
 ])  # fmt: skip
 def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
@@ -259,7 +261,8 @@ def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
 def test_methods_of_other_lengths_are_named_unless_a_reference_makes_them_equal(tmp_path, caplog):
     command.read(write_sweep(tmp_path, SWEEP), [])
     assert not caplog.messages
-    longer = SWEEP.replace("reference: eqlen\n", "").replace("equal_length.suffix_reward: mean", "steps: 7")
+    alone = SWEEP.replace("reference: eqlen\nmatch: flops\n", "")
+    longer = alone.replace("equal_length.suffix_reward: mean", "steps: 7")
     command.read(write_sweep(tmp_path, longer), [])
     assert caplog.messages == ["methods.eqlen and methods.mean are not equally long (see reference)"]
 

@@ -172,6 +172,17 @@ def test_columns_name_the_question_and_the_answer_of_ones_own_file(tool, tmp_pat
     assert json.loads((tmp_path / "model" / "made_by.json").read_text())["columns"] == columns
 
 
+def test_what_has_no_effect_is_refused(tool, data, tmp_path, monkeypatch, capsys):
+    for keys in ({"plain": True}, {"columns": {"question": "question"}}):
+        with pytest.raises(ValueError, match="--plain and --columns have no effect: r1_solution_1 is imi"):
+            tool.read_texts(data, **keys)
+    words = ["--data", str(data), "--out", str(tmp_path / "model"), "--steps", "0", "optimizer.lr=1"]
+    monkeypatch.setattr("sys.argv", ["make_tiny_model.py", *words])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "optimizer.lr=1 has no effect with --steps 0" in capsys.readouterr().err
+
+
 def test_a_file_without_answers_is_refused(tool, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "1?", "reply": "2"}\n')
     with pytest.raises(ValueError, match=r"mine\.jsonl"):
