@@ -482,10 +482,8 @@ class _Growing:
             return
         for numbers in lists:
             if len(numbers) > MOST_PER_TOKEN:  # those that tie with the last of top-k are kept, too
-                raise ValueError(
-                    f"expected at most {MOST_PER_TOKEN} kept tokens, found {len(numbers)}: rollout.top_k "
-                    "must leave room for ties"
-                )
+                found = f"found {len(numbers)}: rollout.top_k must leave room for ties"
+                raise ValueError(f"expected at most {MOST_PER_TOKEN} kept tokens, {found}")
             self._data.extend(numbers)
             self._counts.append(len(numbers))
 

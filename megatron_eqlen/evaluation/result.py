@@ -166,10 +166,8 @@ def shared_questions(results: list[EvaluationResult]) -> list[EvaluationResult]:
     if len(shared) < (SHARED if same_files else 1) * max(map(len, by_id)):
         alone = next(name for of in by_id for name in of if name not in shared)
         files = {alone in of: result.file for result, of in zip(results, by_id, strict=True)}
-        raise ValueError(
-            f"{results[0].benchmark}: the results are of different questions: {alone} is in {files[True]} "
-            f"and not in {files[False]}"
-        )
+        where = f"{alone} is in {files[True]} and not in {files[False]}"
+        raise ValueError(f"{results[0].benchmark}: the results are of different questions: {where}")
     return [replace(r, answers=[of[name] for name in shared]) for r, of in zip(results, by_id, strict=True)]
 
 

@@ -210,10 +210,8 @@ class Dialogues:
         in place of a copy gave other answers: to drop its rollout would be to drop those that fork."""
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
         if changed and self.fork_error is not None:
-            raise EngineError(
-                f"{text_of(self.fork_error)}; a new environment cannot be told the messages: it answers "
-                f"{changed} of them otherwise"
-            )
+            otherwise = f"cannot be told the messages: it answers {changed} of them otherwise"
+            raise EngineError(f"{text_of(self.fork_error)}; a new environment {otherwise}")
         self._due.pop(track, None)
         self._states.setdefault(call.key, {})[track.number] = _State(environment, track, call.turns)
         if given is None:

@@ -101,10 +101,8 @@ class Driver:
                     last_progress = now
                     beat()
                 elif now - last_progress > self.rollout.request_timeout:
-                    raise EngineError(
-                        f"no token for {self.rollout.request_timeout:.0f} s (rollout.request_timeout) with "
-                        f"{len(self.in_flight)} requests in flight"
-                    )
+                    silent = f"no token for {self.rollout.request_timeout:.0f} s (rollout.request_timeout)"
+                    raise EngineError(f"{silent} with {len(self.in_flight)} requests in flight")
                 self.finish_decode_step()
             self.finish_decode_step(last=True)
         finally:
@@ -240,10 +238,9 @@ class Driver:
         turn = track.name, track.given, self.engine.policy_version
         self.losses[turn] += 1
         if (times := self.losses[turn]) >= MAX_ATTEMPTS:
-            raise EngineError(
-                f"request {delta.request_id}: finish_reason {delta.finish_reason!r} after "
-                f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"
-            )
+            after = f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"
+            lost = f"request {delta.request_id}: finish_reason {delta.finish_reason!r}"
+            raise EngineError(f"{lost} after {after}")
         self.submit(track, key)
 
     def advance(self, keys: list[RolloutKey]) -> None:

@@ -83,10 +83,8 @@ def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) ->
             raise ValueError(f"prompt {prompt.prompt_id}: expected at least one token, found none")
         path = len(prompt.token_ids) + recipe.longest_response
         if path > engine.max_model_len:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens + {recipe.longest_response_text} "
-                f"= {path} exceed the engine's {engine.max_model_len}"
-            )
+            asked = f"{len(prompt.token_ids)} tokens + {recipe.longest_response_text} = {path}"
+            raise ValueError(f"prompt {prompt.prompt_id}: {asked} exceed the engine's {engine.max_model_len}")
         if max(prompt.token_ids) >= engine.vocab_size or min(prompt.token_ids) < 0:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: expected token ids in 0..{engine.vocab_size - 1}, found "

@@ -39,10 +39,9 @@ class PromptRoutes:
         del self.requests[key]
         rows = delta.path.get(ROUTES.name)
         if rows is None or len(rows) != expected:
-            raise EngineError(
-                f"request {delta.request_id}: expected routes of the first {expected} positions of its path, "
-                f"found {0 if rows is None else len(rows)}"
-            )
+            wanted = f"expected routes of the first {expected} positions of its path"
+            found = 0 if rows is None else len(rows)
+            raise EngineError(f"request {delta.request_id}: {wanted}, found {found}")
         # a resumed path is longer than its prompt; its generated tokens have their own routes
         rows = rows[: len(self.running[key].prompt.token_ids) - 1]
         first = np.zeros((1, *rows.shape[1:]), rows.dtype)  # a prompt's first token is not predicted
