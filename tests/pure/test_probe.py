@@ -301,7 +301,9 @@ def test_a_probe_that_was_cut_off_goes_on_with_the_tokens_that_it_had(tmp_path, 
     ([0, 1] * 8, [1] * 16, 0.19, 0.69),  # (9/18, 17/18) +- 1.96 sqrt(.25/18 + .0525/18)
     ([0.0] * 4, [0.0] * 4, -0.42, 0.42),  # four equal rewards on both sides are not certainty
     ([0.0] * 30, [1.0], 0.91, 1.03),  # the response's own reward is known
+    ([1.0], [0.0] * 30, -1.03, -0.91),
     ([0.2, 0.4, 0.3], [0.9, 0.7, 0.8], 0.15, 0.85),  # 0.5 +- 4.30 sqrt(2 x 0.01/3)
+    ([0.2, 0.4], [0.7, 0.9, 0.8] * 3, -0.82, 1.82),  # 0.5 +- 12.7 sqrt(0.02/2 + 0.0075/9): t of the fewer
     ([0.0], [0.7], np.nan, np.nan),  # single rewards on both sides have no variance
     ([0.0], [1.0], np.nan, np.nan),
 ])  # fmt: skip
