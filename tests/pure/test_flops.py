@@ -121,6 +121,9 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
     rollouts, metrics = harvest(engine, plan)
     given = sum(len(part.tokens) - len(part) for rollout in rollouts for part in rollout.parts)
     assert bool(given) == talks
+    if talks:
+        generated = sum(len(part) for rollout in rollouts for part in rollout.parts)
+        assert metrics["environment/given_share"] == given / generated
     assert metrics["harvest/prefilled_tokens"] == len(engine.prefilled)
     assert metrics["harvest/prefill_context"] == pytest.approx(np.mean(engine.prefilled))
     seen = []
@@ -137,6 +140,7 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
     assert planned.metrics["packing/supervised_tokens"] == trained > 0
 
 
+COUNTED = "prefilled_tokens", "prefill_context", "carried_rollouts", "suspended_rollouts", "carried_tokens"
 CASES = [*((kind, False) for kind in KINDS), ("pairs", True), ("trees", True)]
 CASES += [weekly(kind, True) for kind in KINDS if (kind, True) not in CASES]
 
@@ -158,10 +162,12 @@ def test_what_new_weights_compute_again_is_what_an_engine_counts(kind, talks, tm
             between = [(p, [*range(50, 55), *p.token_ids, *range(9)]) for p in drawn]
             prompts = [replace(prompt, token_ids=token_ids) for prompt, token_ids in between]
             engine.prefilled.clear()
+            carried = {f"{prompt_id}/{index}" for prompt_id, index in run.suspended}
+            delivered = sum(n for name, n in engine.delivered.items() if name.rpartition("/")[0] in carried)
             run.step(number, prompts, 40 if number < 4 else None, kills=kills)
-            names = ("harvest/prefilled_tokens", "harvest/prefill_context", "harvest/carried_tokens")
-            counts[-1].append([run.metrics[-1][name] for name in names])
+            counts[-1].append([run.metrics[-1][f"harvest/{name}"] for name in COUNTED])
             if not kills:
+                assert counts[0][-1][2:] == [len(carried), len(run.suspended), delivered]
                 # two lines of equal tokens, which nothing but chance made, share an answer's blocks, too
                 rel, passes = 0.01 if talks else 1e-9, engine.prefilled
                 assert counts[0][-1][:2] == pytest.approx([len(passes), np.mean(passes)], rel=rel)
