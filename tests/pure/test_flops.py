@@ -216,4 +216,13 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     assert base["train/flops"] == 3 * 300 * forward_flops(model, 80)
     with_others = flops("loss.minibatches=2")["train/flops"]
     assert with_others == 5 / 3 * base["train/flops"], "reference and old log-probs"
+    assert flops("loss.epochs=2")["train/flops"] == (2 * 3 + 2) / 3 * base["train/flops"]
+    # gradients of frozen weights, as many as the linear layers compute, are not
+    linear = 300 * forward_flops(model, 0)
+    adapters = flops("loss.epochs=2", "loss.kl_coef=0", "lora.rank=8")["train/flops"]
+    assert adapters == (2 * 3 + 1) / 3 * base["train/flops"] - 2 * linear
+    sft, smollm2 = ROOT / "recipes/smollm2_sft_cpu.yaml", "model.path=SmolLM2-135M-Instruct"
+    recipes = [load(sft, [smollm2, f"loss.minibatches={count}"]) for count in (1, 2)]
+    once, twice = (counted(Job(recipe), metrics)["train/flops"] for recipe in recipes)
+    assert once == twice, "a loss without a ratio needs no old log-probs"
     assert counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml")), {}) == {"harvest/flops": 0, "train/flops": 0}

@@ -221,6 +221,13 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
     )
     assert (tree.tracks, tree.generated, tree.trained) == (3 * 4, 3 * 3800, 3 * (3800 + 256))
     assert tree.context == pytest.approx(256 + (200 * 50 + 3600 * 550) / 3800)
+    deaths = ("fork=death", "branching=3", "forks=2")
+    tree = work(
+        "sampling=tree", "objective=treerpo", "group_size=2", *(f"tree_sampling.{key}" for key in deaths)
+    )
+    assert (tree.tracks, tree.generated) == (3 * 4, 3 * 4000), "each of two deaths leaves a line more"
+    half = work(*talks, "rollout.tokens_per_step=6000")
+    assert half == replace(work(*talks), generated=6000, trained=3 * (6000 + 256) / 2, given=3000, share=0.5)
 
 
 def test_a_step_of_at_most_so_many_tokens_generates_and_trains_no_more():
