@@ -90,7 +90,7 @@ def test_tokens_masks_and_log_probs_are_those_of_the_limits_definitions():
     logits = torch.from_numpy(rng.normal(0, 2, (240, 40)).astype(np.float32))
     params = [
         SamplingParams(
-            extra_args={SEED: row}, temperature=rng.choice([0.6, 1.0, 1.5]), top_p=rng.choice([1, 1, 0.5, 0.9]),
+            extra_args={SEED: row}, temperature=rng.choice([0.6, 1, 1.5]), top_p=rng.choice([1, 1, 0.5, 0.9]),
             top_k=int(rng.choice([0, 0, 1, 4, 12])), min_p=rng.choice([0, 0, 0.05, 0.2]),
         )
         for row in range(240)
