@@ -47,6 +47,9 @@ def test_tied_tokens_at_the_border_of_top_k_are_kept_drawn_and_recorded():
 
 def test_top_k_may_exceed_the_vocabulary():
     assert drawn(torch.zeros(2, 5), top_k=9)[2] == [[*range(5)]] * 2
+    rows = Rows.of([SamplingParams(extra_args={SEED: 0}, top_k=9)] * 2, np.arange(2), 5)
+    ids, _ = draw(torch.zeros(2, 5), rows, np.array([0.1, 0.9])).with_likeliest(9)
+    assert [sorted(row) for row in ids.tolist()] == [[*range(5)]] * 2
 
 
 LIMITS = [
@@ -55,6 +58,7 @@ LIMITS = [
     {"top_k": 1},
     {"top_p": 0.5, "top_k": 7},
     {"top_p": 1e-6},
+    {"top_p": 1e-9},
     {"top_p": 0.99, "top_k": 400},
 ]
 
@@ -91,7 +95,7 @@ def test_tokens_masks_and_log_probs_are_those_of_the_limits_definitions():
     params = [
         SamplingParams(
             extra_args={SEED: row}, temperature=rng.choice([0.6, 1, 1.5]), top_p=rng.choice([1, 1, 0.5, 0.9]),
-            top_k=int(rng.choice([0, 0, 1, 4, 12])), min_p=rng.choice([0, 0, 0.05, 0.2]),
+            top_k=int(rng.choice([0, 0, 1, 4, 12])), min_p=rng.choice([0, 0, 0.05, 0.2, 1]),
         )
         for row in range(240)
     ]  # fmt: skip
@@ -108,6 +112,17 @@ def test_tokens_masks_and_log_probs_are_those_of_the_limits_definitions():
         near = torch.from_numpy(np.log(share[expected])).float()
         torch.testing.assert_close(logprobs[row, : len(expected)], near, rtol=0, atol=1e-5)
         assert (logprobs[row, len(expected) :] == NEVER).all()
+
+
+def test_a_draw_takes_the_token_in_whose_share_it_falls():
+    """A bound belongs to the token above it, so one that cannot be drawn is not, not even by 0. A share of
+    2^-30 is drawn by the last of 2^32 draws, though float32 does not tell 1 from 1 less that share."""
+    rows = Rows.of([SamplingParams(extra_args={SEED: 0})] * 4, np.arange(4), 4)
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]]).repeat(4, 1)
+    draws = np.array([0, 0.5 - 2**-32, 0.5, 1 - 2**-32])
+    assert draw(logits, rows, draws).tokens.ravel().tolist() == [1, 1, 3, 3]
+    rare = torch.tensor([[0.0, -30 * np.log(2), -torch.inf, -torch.inf]], dtype=torch.float32).repeat(4, 1)
+    assert draw(rare, rows, draws).tokens.ravel().tolist() == [0, 0, 0, 1]
 
 
 def test_of_tokens_tied_at_the_border_of_top_p_the_first_are_removed():
