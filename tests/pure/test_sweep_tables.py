@@ -71,6 +71,15 @@ def test_the_base_is_every_runs_first_evaluation(plan, tables):
     assert base["sums"]["paper"]["mean"] == pytest.approx(np.mean(before))
 
 
+def test_a_sweep_that_names_no_tables_shows_the_base_and_all_methods(tmp_path):
+    plan = ended(write_sweep(tmp_path, SWEEP.partition("tables:")[0]))
+    write_results(plan)
+    made = json.loads((plan.sweep.path / "tables.json").read_text())["tables"]
+    labels = {table["title"]: [row["Method"] for row in table["rows"]] for table in made}
+    methods = ["GRPO", "EqLen", "Mean reward"]
+    assert labels == {"Accuracy": ["base", *methods], "Efficiency": methods}
+
+
 def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
     grpo, eqlen = tables["Efficiency"]
     assert (grpo["Method"], eqlen["Method"]) == ("GRPO", "EqLen")
