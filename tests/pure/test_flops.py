@@ -36,18 +36,23 @@ LEAVES = ((4, 0), (6, 0), (3, 2))
 
 
 def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
-    recipe = load(ROOT / "recipes/qwen3_8b.yaml")
+    recipe = load(ROOT / "recipes/qwen3_8b.yaml", ["loss.epochs=2"])
     step = {
-        "packing/tokens": 1e6, "packing/context": 2e3, "packing/unique_tokens": 9e5, "time/train": 10.0,
+        "packing/tokens": 1e6, "packing/context": 2e3, "packing/unique_tokens": 9e5, "time/train": 20.0,
         "packing/expanded_tokens": 3e6, "harvest/generated_tokens": 8e5, "time/harvest": 20.0,
+        "harvest/resumed_tokens": 2e5,
     }  # fmt: skip
     found = achieved(Job(recipe), step, "NVIDIA H100 80GB HBM3")
-    assert found["train/mfu"] == pytest.approx(found["train/flops"] / (10 * 8 * 989e12))
-    assert found["harvest/mfu"] == pytest.approx(found["harvest/flops"] / (20 * 8 * 989e12))
+    assert found["train/mfu"] == pytest.approx(found["train/flops"] / (20 * 8 * 989e12))
+    new = 6 / 8  # of the tokens: the others took none of these seconds
+    assert found["harvest/mfu"] == pytest.approx(new * found["harvest/flops"] / (20 * 8 * 989e12))
     assert 0.01 < found["train/mfu"] < 1.5
-    assert found["train/tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 9e5 / 80)
-    assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 3e6 / 80)
-    assert found["harvest/tokens_per_gpu_second"] == pytest.approx(8e5 / 160)
+    assert found["train/tokens_per_gpu_second"] == pytest.approx(2 * 9e5 / 160)
+    assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(2 * 3e6 / 160)
+    assert found["harvest/tokens_per_gpu_second"] == pytest.approx(new * 8e5 / 160)
+    servers = ["rollout.servers=[http://a:1,http://b:1]", "rollout.tensor_parallel=4"]
+    apart = achieved(Job(load(ROOT / "recipes/qwen3_32b_servers.yaml", servers)), step, None)
+    assert apart["harvest/tokens_per_gpu_second"] == pytest.approx(new * 8e5 / (20 * 2 * 4))
     for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA RTX A1000", "RTX 4090 D"):
         assert "train/mfu" not in achieved(Job(recipe), step, unknown)
 
