@@ -71,6 +71,10 @@ def test_a_step_that_learns_is_told_nothing_and_what_is_left_out_is_told_beside_
     learns = {"train__updates": 1.0, "objective__zero_advantage_fraction": 0.5}
     assert not told((r"\boxed{7}", RIGHT), ("ten", WRONG), **learns)
     assert not told((r"\boxed{7}", RIGHT), ("ten", WRONG), **learns, harvest__truncated_fraction=0.95)
+    rare = [("ten", NONE)] * 19 + [(r"\boxed{7}", RIGHT)]
+    many = learns | {"reward__verdict__no_answer": 0.95}
+    assert told(*rare, **many).startswith("the form is not met: no \\boxed{")
+    assert not told(*rare[-6:], **many), "five of six are no nine tenths"
     assert told(("a", RIGHT), ("b", WRONG), objective__members=2.0).endswith("have one member")
     assert told(*[("seven", NONE)] * 2, train__skipped_updates=2.0).startswith("2 updates were skipped")
     left = {"reward__unscored": 3.0, "reward__dropped_length": 90.0, "policy__response_length": 30.0}
