@@ -333,6 +333,10 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     assert found["dr_grpo"].sign == pytest.approx(2 / 3)
     assert found["dr_grpo"].bias_early == pytest.approx(np.mean([0.25 - 0.5, -0.25 - 0.1]))
     assert found["dr_grpo"].bias_late == pytest.approx(np.mean([0.25 - 0.0, -0.25 + 0.6]))
+    given, values = [0.5, 0.5, -0.5, -0.5], [change.value[0] for change in truth]
+    assert found["dr_grpo"].noise == pytest.approx(np.std(0.5 * np.array(given) - values) / np.std(values))
+    # ranks (3.5, 3.5, 1.5, 1.5) and (4, 2, 3, 1)
+    assert found["dr_grpo"].rank == pytest.approx(2 / np.sqrt(4 * 5))
     assert "treerpo" in found["treerpo"].refused
     assert found["the run's"] is found["dr_grpo"]
     group.parts[0].grade.reward = -1.0
