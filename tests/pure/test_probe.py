@@ -337,6 +337,10 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     assert found["dr_grpo"].noise == pytest.approx(np.std(0.5 * np.array(given) - values) / np.std(values))
     # ranks (3.5, 3.5, 1.5, 1.5) and (4, 2, 3, 1)
     assert found["dr_grpo"].rank == pytest.approx(2 / np.sqrt(4 * 5))
+    # equal changes share the mean of their places: (4, 2.5, 2.5, 1)
+    equal = [change._replace(value=(0.0, -0.1, 0.1)) if n == 2 else change for n, change in enumerate(truth)]
+    (tied,) = [a for a in audit(equal, [group], Job(settings)) if "dr_grpo" in a.objectives]
+    assert tied.rank == pytest.approx(2 * 1.5 / np.sqrt(4 * 4.5))
     assert "treerpo" in found["treerpo"].refused
     assert found["the run's"] is found["dr_grpo"]
     group.parts[0].grade.reward = -1.0
