@@ -20,9 +20,10 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, facts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
+from megatron_eqlen.report.recorded import recorded_advice
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Part
+from megatron_eqlen.types import Grade, Part, Rollout
 from tests.kit import ROOT
 from tests.kit.recipes import SAMPLED
 from tests.kit.report_runs import (
@@ -158,6 +159,27 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     assert capsys.readouterr().out == f"{run / 'rollouts-1.html'}\n"
     assert chart["x"][-1] == 100
     assert sum(chart["series"][0]["columns"]["y"]) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("lost", ["unscored", "suspended"])
+def test_advice_is_of_rollouts_that_have_all_their_rewards(tmp_path, lost):
+    """Other prompts' rollouts lack one, or go on in the next step."""
+    settings = recipe(tmp_path, sampling="tree", objective="rloo")
+
+    def rollouts(count: int, grade: Grade) -> list[Rollout]:
+        ends = [Part(Tokens.of([9], [-1.0]), "stop", each) for each in (WRONG, RIGHT, grade)]
+        tree = kit.tree(prompt(1), 3, [Part(Tokens.of([5, 6], [-1.0] * 2)), *ends], [-1, -1, 0, 0])
+        return [dataclasses.replace(tree, prompt=prompt(number)) for number in range(count)]
+
+    whole = rollouts(10, WRONG)
+    others = rollouts(14, Grade.unscored("late") if lost == "unscored" else RIGHT)[10:]
+    if lost == "suspended":
+        others = [dataclasses.replace(each, outcome="suspended") for each in others]
+    told = []
+    for name, recorded in (("all", whole), ("more", whole + others)):
+        run = write_run(tmp_path / name, settings, {"step-00000000": recorded})
+        told.append(recorded_advice(run, settings)[1])
+    assert "(10 prompts)" in told[0] == told[1]
 
 
 def test_only_stages_share_out_a_step(tmp_path):
