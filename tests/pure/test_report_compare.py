@@ -174,6 +174,14 @@ def test_a_reward_is_that_of_the_last_tenth_and_a_step_without_it_is_in_no_mean(
     assert read_run(folder).reward == 0.19
 
 
+def test_a_run_that_is_still_to_be_evaluated_has_not_ended(tmp_path, capsys):
+    """It has taken all its steps."""
+    make_run(tmp_path, 0, 11)
+    make_run(tmp_path, 1, None, evaluation={"benchmarks": [{"name": "aime25", "path": "x"}]})
+    assert tables_of(tmp_path)["Accuracy"][1]["Seeds"] == 1
+    assert f"{tmp_path}/eqlen-grpo-seed1: left out, it has not ended" in capsys.readouterr().out
+
+
 def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path)]) == 2
     assert "expected a run folder, or a folder of some, found none" in capsys.readouterr().err

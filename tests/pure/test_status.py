@@ -160,6 +160,16 @@ def test_a_run_in_progress_says_who_does_what_since_when_and_its_page_says_what_
     life.end()
 
 
+def test_the_newest_warnings_are_shown(run):
+    life = Life(run)
+    for number in range(7):
+        life.progress.warn(f"fault {number}")
+    assert within(60, lambda: len(read_state(run).warnings) == 7)
+    shown = [str(text)[-7:] for name, text in RunStatus(run).screen() if name == "warning"]
+    assert shown == [f"fault {number}" for number in range(2, 7)]
+    life.end()
+
+
 def test_a_run_whose_work_is_all_done_is_complete(run):
     take_steps(run, 20)
     (run / "export").mkdir()
