@@ -273,6 +273,13 @@ def test_an_oscillation_is_the_relative_change_from_step_to_step(tmp_path):
     assert of([9.0, 1.0, *[2.0] * 11]) == 0, "the newest ten"
 
 
+def test_the_accuracy_before_training_has_cost_nothing(plan):
+    folder = cell_of(plan, "tiny/eqlen-seed1").folder
+    x, y = read_curves(folder, "flops")["Accuracy on sums, %"]
+    assert x.tolist() == [0, 4 * (500 + 20)]
+    assert y == pytest.approx([100 * np.mean(rewards(folder, label)) for label in ("before", "after")])
+
+
 def test_effective_samples_add_up(tmp_path):
     samples = measured("Effective samples so far", tmp_path, "objective/effective_samples", [3.0, 4.0])
     assert samples == [(1, 3.0), (2, 7.0)]
