@@ -548,6 +548,21 @@ def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
     assert not engine.requests
 
 
+def test_a_request_may_be_lost_again_under_each_version_of_the_weights():
+    """As those of a server that dies and comes back, in a harvest of hours with many syncs."""
+
+    class Synced(ScriptedEngine):
+        def step(self):
+            self.policy_version += 1
+            return super().step()
+
+    engine = Synced(random.Random(0), end=0.0, loss=1.0, max_chunk=1, max_losses=6)
+    rollouts, metrics = harvested(engine)
+    assert {*engine.losses.values()} == {6}, "four times would be an error"
+    assert metrics["harvest/retries"] == engine.losses.total()
+    assert {part.finish_reason for rollout in rollouts for part in rollout.parts} == {"length"}
+
+
 def test_missing_logprobs_and_hangs_are_errors():
     class Bare(ScriptedEngine):
         def step(self):
