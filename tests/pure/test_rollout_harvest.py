@@ -563,6 +563,27 @@ def test_a_request_may_be_lost_again_under_each_version_of_the_weights():
     assert {part.finish_reason for rollout in rollouts for part in rollout.parts} == {"length"}
 
 
+def test_routes_of_a_prompt_come_with_another_request_where_the_first_is_lost():
+    """Each request is lost before its first token, once."""
+    engine = ScriptedEngine(random.Random(0), loss=1.0, max_losses=1, routes=True)
+    rollouts, metrics = harvested(engine, make_recipe(rollout={"keep_routes": True}))
+    assert metrics["harvest/retries"] >= 2 * len(rollouts)
+    for rollout in rollouts:
+        check_routes(rollout)
+
+
+def test_a_request_of_an_engine_that_does_not_know_the_end_is_aborted_there():
+    class Endless(ScriptedEngine):
+        def submit(self, request_id, *arguments):
+            super().submit(request_id, *arguments)
+            tokens, start = self.requests[request_id]
+            self.requests[request_id] = [*tokens, *[5] * 200], start
+
+    endless, engine = (made(random.Random(0)) for made in (Endless, ScriptedEngine))
+    assert harvested(endless)[0] == harvested(engine)[0]
+    assert sorted(endless.aborted) == sorted(name for name, *_ in engine.submitted)
+
+
 def test_missing_logprobs_and_hangs_are_errors():
     class Bare(ScriptedEngine):
         def step(self):
