@@ -572,6 +572,13 @@ def test_routes_of_a_prompt_come_with_another_request_where_the_first_is_lost():
         check_routes(rollout)
 
 
+def test_one_request_of_each_rollout_brings_the_routes_of_its_prompt():
+    engine = ScriptedEngine(random.Random(0), routes=True)
+    rollouts, _ = harvested(engine, make_recipe(rollout={"keep_routes": True}))
+    brought = Counter(name.rpartition("/")[0] for name, (_, _, rows) in engine.paths.items() if rows)
+    assert brought == {f"{rollout.prompt_id}/{rollout.index}": 1 for rollout in rollouts}
+
+
 def test_a_request_of_an_engine_that_does_not_know_the_end_is_aborted_there():
     class Endless(ScriptedEngine):
         def submit(self, request_id, *arguments):
