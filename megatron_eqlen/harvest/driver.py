@@ -293,7 +293,6 @@ class Driver:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
         self.running.pop(key, None)
         self.unlaunched.pop(key, None)
-        self.prompt_routes.requests.pop(key, None)
         self.dialogues.end(key)
         rollout = harvester.rollout(self.engine.policy_version)
         self.finish(rollout)

@@ -453,6 +453,21 @@ def test_the_worked_example_of_types(cached_at_end):
     assert {name: metrics[f"harvest/{name}"] for name in expected} == expected
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_rollout_begins_only_where_a_slot_is_free(slots):
+    begun: set[str] = set()
+
+    class Slots(ScriptedEngine):
+        def submit(self, request_id, *arguments):
+            rollout = request_id.rpartition("/")[0]
+            assert rollout in begun or len(self.requests) < slots, "it would wait there before forks"
+            begun.add(rollout)
+            super().submit(request_id, *arguments)
+
+    harvested(Slots(random.Random(0), max_num_seqs=slots), prompts=4)
+    assert len(begun) == 4 * 2
+
+
 @pytest.mark.parametrize("kind", [
     {}, {"sampling": "tree", "objective": "rloo", "tree_sampling": {"forks": 2, "step_tokens": 3}},
 ], ids=["pairs", "tree"])  # fmt: skip
