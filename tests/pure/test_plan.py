@@ -14,7 +14,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.job import KNOWN_MODELS, Job, load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.flops import forward_flops, training_flops
-from megatron_eqlen.plan.host import export_bytes, host_parts, recorded_bytes
+from megatron_eqlen.plan.host import export_bytes, host_parts, recorded_bytes, route_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.roofline import BANDWIDTH, DENSE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
@@ -379,6 +379,19 @@ def test_an_export_is_in_the_wider_dtype(tmp_path, base, trained, each):
 def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
     need = planned("qwen3_0.6b.yaml", "cluster.gpu_memory_gib=16")
     assert [problem.split(":")[0] for problem in need.problems()] == ["train"]
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_a_rank_of_an_engine_has_a_key_value_head_at_least(ranks):
+    """Qwen3-32B: 64 layers of 64 and 8 heads of 128, hidden size 5120."""
+    found = engine.parameters(read_config(f"{KNOWN_MODELS}/qwen3-32b.json"), ranks, ("linear_qkv",))
+    assert found == 64 * 5120 * 128 * (64 / ranks + 2 * max(8 / ranks, 1))
+
+
+def test_256_experts_have_numbers_of_one_byte_and_512_of_two():
+    """vLLM chooses the type likewise (tests/engine/test_routes.py): 40 layers of 8 a token, and 48 of 10."""
+    models = (f"{KNOWN_MODELS}/{name}.json" for name in ("qwen3.5-35b-a3b", "qwen3-next-80b-a3b-thinking"))
+    assert [route_bytes(read_config(model)) for model in models] == [40 * 8, 48 * 10 * 2]
 
 
 @pytest.mark.parametrize(("file", "each"), [("qwen3_next_80b", 48 * 10 * 2), ("qwen3_30b_a3b", 48 * 8)])
