@@ -282,6 +282,16 @@ def test_published_steps_of_nemo_rl_take_about_as_long_as_the_roofline(
     assert low < seconds / h100(file, *shape, *layout, *work).seconds < high
 
 
+@pytest.mark.parametrize(("virtual", "waiting"), [(None, 3), (2, 3 / 2), (4, 3 / 4)])
+def test_stages_wait_for_the_pipeline_to_fill_and_less_with_virtual_ones(virtual, waiting):
+    """The bubble of a schedule of 4 stages: the time of 3 rows, divided by a stage's chunks."""
+    layout = ["parallel.tensor=4", "parallel.pipeline=4"]
+    layout += [f"parallel.virtual_pipeline={virtual}"] if virtual else []
+    time = h100("qwen3_32b_h100x32.yaml", *layout)
+    assert time.rows > 1
+    assert time.idle == pytest.approx(waiting / (time.rows + waiting))
+
+
 def test_the_roofline_counts_what_the_backward_pass_repeats():
     none, mlp, full = (
         h100("qwen3_8b.yaml", f"parallel.recompute={part}").training for part in ("none", "mlp", "full")
