@@ -391,6 +391,22 @@ def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
     assert [problem.split(":")[0] for problem in need.problems()] == ["train"]
 
 
+@pytest.mark.parametrize(("optimizer", "copied"), [
+    (["grad_dtype=bfloat16"], 4), (["grad_dtype=float32"], 0),
+    (["grad_dtype=bfloat16", "precision=bfloat16"], 0), (["grad_dtype=bfloat16", "offload=true"], 0),
+])  # fmt: skip
+def test_an_update_copies_bfloat16_gradients_for_an_optimizer_that_reads_float32_alone(optimizer, copied):
+    keys = ["optimizer.offload=false", *(f"optimizer.{key}" for key in optimizer)]
+    (stage, *_) = planned("qwen3_8b.yaml", *keys).stages
+    assert stage.copied_gradients == copied * stage.parameters.shard
+
+
+@pytest.mark.parametrize(("file", "again"), [("qwen3_0.6b", 151936 * 1024), ("qwen3_8b", 0)])
+def test_the_last_stage_has_a_copy_of_an_embedding_that_is_also_the_head(file, again):
+    need = planned(f"{file}.yaml", "parallel.pipeline=2", "parallel.tensor=1", "cluster.processes_per_node=8")
+    assert sum(stage.parameters.elements for stage in need.stages) == total(need.job.model) + again
+
+
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_a_rank_of_an_engine_has_a_key_value_head_at_least(ranks):
     """Qwen3-32B: 64 layers of 64 and 8 heads of 128, hidden size 5120."""
