@@ -457,6 +457,14 @@ def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_envi
     assert texts == ["It.", " I am.\nNo!", " S", "o 7"]
 
 
+def test_what_is_undecided_is_the_unbiased_variance_and_linear_between_places():
+    rollout = Rollout(QUESTION, 0, "independent", 0, [Part(Tokens.of([1, 2, 3, 0]), "stop", Grade(1.0, ""))])
+    at = {0: np.array([0.0, 1.0]), 2: np.array([0.0, 0.0, 0.0, 1.0]), 4: np.ones(1)}
+    found = Probed(rollout, next(rollout.lines()), at)
+    left = [found.undecided(share) for share in (0, 0.25, 0.5, 0.75, 1)]
+    assert left == pytest.approx([1 / 2, 3 / 8, 1 / 4, 1 / 8, 0])
+
+
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
     """One continuation of the prompt has a reward, then none of the response's last place."""
     settings = SAMPLINGS["independent"]
