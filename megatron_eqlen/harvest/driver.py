@@ -44,7 +44,6 @@ class Driver:
     ) -> None:
         self.engine, self.plan, self.meter, self.observers = engine, plan, meter, observers
         self.rollout = plan.recipe.rollout
-        self.columns = self.rollout.columns
         self.partial = {partial.key: partial for partial in plan.progress.partial}
         self.waiting: deque[tuple[RolloutKey, Harvester]] = deque()
         """Harvesters that have not started."""
@@ -130,7 +129,7 @@ class Driver:
         self.unlaunched.get(key, set()).discard(track.number)
         track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
         if track.keeps_columns:
-            track.tokens.expect(self.columns)
+            track.tokens.expect(self.rollout.columns)
         # before the track resumes: a recorder's file has each track from its first token on (`end_file`)
         for observer in self.observers:
             observer.track_launched(track)
@@ -157,6 +156,9 @@ class Driver:
             self.prefills[track.request_id] = known, len(path)
         self.in_flight[track.request_id] = (track, key)
         self.meter.counts["requests"] += 1
+        # a fork whose prefix may be in the cache: not one that is resumed
+        if track.is_fork and not track.attempts and not track.token_ids:
+            self.meter.forks[track.request_id] = len(path)
         path_rows = self.prompt_routes.rows_of(track, key)
         self.engine.submit(track.request_id, path, track.remaining, track.seed, path_rows)
 
@@ -204,7 +206,7 @@ class Driver:
             if delta.token_ids and delta.request_id in self.prefills:
                 self.meter.computed(*self.prefills.pop(delta.request_id))
             if delta.num_cached_tokens is not None:
-                self.meter.prefilled(track, delta.num_cached_tokens)
+                self.meter.prefilled(delta.request_id, delta.num_cached_tokens)
             version = current if delta.policy_version is None else delta.policy_version
             try:
                 if track.extend(delta, version):
@@ -288,7 +290,6 @@ class Driver:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
         self.running.pop(key, None)
         self.unlaunched.pop(key, None)
-        self.prompt_routes.requests.pop(key, None)
         self.dialogues.end(key)
         rollout = harvester.rollout(self.engine.policy_version)
         self.finish(rollout)

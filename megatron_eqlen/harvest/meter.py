@@ -13,13 +13,10 @@ from megatron_eqlen.engines.protocol import Decoder
 from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import GIVEN, KEPT, ROUTES
 from megatron_eqlen.types import Metrics, Rollout
 
-COUNTED = (
-    "requests", "retries", "engine_steps", "forks_prefilled", "fork_prefix_tokens", "fork_cached_tokens",
-)  # fmt: skip
+COUNTED = "requests", "retries", "engine_steps", "forks_prefilled", "fork_prefix_tokens", "fork_cached_tokens"
 
 
 class Meter:
@@ -37,6 +34,8 @@ class Meter:
         self.counts = self.dialogues.counts
         self.earlier_counts = progress.counts
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
+        self.forks: dict[str, int] = {}
+        """Tokens of the paths of forks' first requests, by request id: servers report their prefill last."""
         self.engine_seconds = 0.0
         self.started = time.perf_counter()
         self.rollouts: list[Rollout] = []
@@ -51,12 +50,11 @@ class Meter:
         self.counts["deltas"] += deltas
         self.generated_tokens += tokens
 
-    def prefilled(self, track: Track, cached_tokens: int) -> None:
-        """Count the prefill of a track's prompt, ``cached_tokens`` of which were in the KV cache before."""
-        # a fork whose prefix may be in the cache: not one that is resumed
-        if track.is_fork and track.attempts == 0 and len(track) == 0:
+    def prefilled(self, request_id: str, cached_tokens: int) -> None:
+        """Count a request's prefill, ``cached_tokens`` of which were in the KV cache before, if it forks."""
+        if (prefix := self.forks.pop(request_id, None)) is not None:
             self.counts["forks_prefilled"] += 1
-            self.counts["fork_prefix_tokens"] += len(track.context)
+            self.counts["fork_prefix_tokens"] += prefix
             self.counts["fork_cached_tokens"] += cached_tokens
 
     def computed(self, before: int, after: int) -> None:

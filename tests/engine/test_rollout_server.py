@@ -290,10 +290,11 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     local = open_local(recipe)
     remote = open_engine(recipe)
 
-    expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=1))
+    expected, alone = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=1))
     found, metrics = harvest(remote, HarvestPlan(PROMPTS, recipe, EOS, seed=1))
     assert_same(found, expected)
     assert metrics["engine/live_replicas"] == 2
+    assert metrics["harvest/forks_prefilled"] == alone["harvest/forks_prefilled"] == metrics["harvest/forks"]
     assert 0 <= metrics["harvest/recomputed_tokens_per_fork"] <= recipe.rollout.block_size
 
     begin_a_sync_and_die(remote, tmp_path / "part")

@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.engines.cpu.runner import PROVIDER, choose_kernels
-from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, keep, mix, uniform
+from megatron_eqlen.engines.cpu.sampler import NEVER, PathSampler, Rows, draw, keep, mix, uniform
 from megatron_eqlen.engines.protocol import SEED
 from megatron_eqlen.sampling.track import track_seed
 
@@ -47,13 +47,18 @@ def test_tied_tokens_at_the_border_of_top_k_are_kept_drawn_and_recorded():
 
 def test_top_k_may_exceed_the_vocabulary():
     assert drawn(torch.zeros(2, 5), top_k=9)[2] == [[*range(5)]] * 2
+    rows = Rows.of([SamplingParams(extra_args={SEED: 0}, top_k=9)] * 2, np.arange(2), 5)
+    ids, _ = draw(torch.zeros(2, 5), rows, np.array([0.1, 0.9])).with_likeliest(9)
+    assert [sorted(row) for row in ids.tolist()] == [[*range(5)]] * 2
 
 
 LIMITS = [
     {"top_p": 0.9},
     {"top_k": 7},
+    {"top_k": 1},
     {"top_p": 0.5, "top_k": 7},
     {"top_p": 1e-6},
+    {"top_p": 1e-9},
     {"top_p": 0.99, "top_k": 400},
 ]
 
@@ -67,6 +72,57 @@ def test_limits_keep_what_vllms_own_function_keeps():
     top_p = torch.tensor([limits.get("top_p", 1.0) for limits in LIMITS])
     theirs = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p) > -torch.inf
     assert np.array_equal(keep(logits, rows), theirs.numpy())
+
+
+def reference(logits: np.ndarray, params: SamplingParams, draw: float) -> tuple[list[int], np.ndarray, int]:
+    """Return, in float64 from the limits' definitions, the kept tokens, the distribution and the draw."""
+    weights = np.exp((logits - logits.max()) / params.temperature)
+    kept = weights >= params.min_p
+    if params.top_k > 0:
+        kept &= weights >= np.sort(weights * kept)[-params.top_k]
+    share = weights * kept / (weights * kept).sum()
+    # the least go, as long as they have at most 1 - p together
+    order = np.argsort(share)
+    kept[order[np.cumsum(share[order]) <= 1 - params.top_p]] = False
+    share = weights * kept / (weights * kept).sum()
+    return np.flatnonzero(kept).tolist(), share, int((np.cumsum(share) <= draw).sum())
+
+
+def test_tokens_masks_and_log_probs_are_those_of_the_limits_definitions():
+    """240 rows in one batch, with any limits together: off, alone, and all."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(0, 2, (240, 40)).astype(np.float32))
+    params = [
+        SamplingParams(
+            extra_args={SEED: row}, temperature=rng.choice([0.6, 1, 1.5]), top_p=rng.choice([1, 1, 0.5, 0.9]),
+            top_k=int(rng.choice([0, 0, 1, 4, 12])), min_p=rng.choice([0, 0, 0.05, 0.2, 1]),
+        )
+        for row in range(240)
+    ]  # fmt: skip
+    rows = Rows.of(params, np.arange(240), 40)
+    draws = uniform(rows.seeds, np.arange(240, dtype=np.uint64))
+    made = draw(logits, rows, draws)
+    ids, logprobs = made.with_likeliest(5)
+    for row in range(240):
+        kept, share, token = reference(logits[row].double().numpy(), params[row], draws[row])
+        assert (made.kept[row].nonzero()[0].tolist(), ids[row, 0]) == (kept, token)
+        others = [other for other in np.argsort(-share) if other != token and share[other] > 0][:5]
+        expected = [token, *others]
+        assert ids[row, : len(expected)].tolist() == expected
+        near = torch.from_numpy(np.log(share[expected])).float()
+        torch.testing.assert_close(logprobs[row, : len(expected)], near, rtol=0, atol=1e-5)
+        assert (logprobs[row, len(expected) :] == NEVER).all()
+
+
+def test_a_draw_takes_the_token_in_whose_share_it_falls():
+    """A bound belongs to the token above it, so one that cannot be drawn is not, not even by 0. A share of
+    2^-30 is drawn by the last of 2^32 draws, though float32 does not tell 1 from 1 less that share."""
+    rows = Rows.of([SamplingParams(extra_args={SEED: 0})] * 4, np.arange(4), 4)
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]]).repeat(4, 1)
+    draws = np.array([0, 0.5 - 2**-32, 0.5, 1 - 2**-32])
+    assert draw(logits, rows, draws).tokens.ravel().tolist() == [1, 1, 3, 3]
+    rare = torch.tensor([[0.0, -30 * np.log(2), -torch.inf, -torch.inf]], dtype=torch.float32).repeat(4, 1)
+    assert draw(rare, rows, draws).tokens.ravel().tolist() == [0, 0, 0, 1]
 
 
 def test_of_tokens_tied_at_the_border_of_top_p_the_first_are_removed():

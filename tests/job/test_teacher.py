@@ -1,12 +1,16 @@
 """A teacher on a vLLM server: its log-probs are a column of the tokens."""
 
+import json
 import os
 import shutil
 import signal
 import socket
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -22,10 +26,12 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import load
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.record.reader import read_step
-from megatron_eqlen.types import tokens_along
+from megatron_eqlen.tokens import Ragged, Tokens
+from megatron_eqlen.types import Part, Prompt, Rollout, tokens_along
 from tests.kit import jobs
 from tests.kit.listeners import documented, listeners
 from tests.kit.processes import are_gone, descendants, within
+from tests.kit.rollouts import place
 from tests.kit.servers import ENVIRON, free_ports, wait_until_up
 from tests.kit.tiny_models import save_tiny
 from tests.kit.train_runs import NO_EVALUATION, column, train
@@ -75,6 +81,56 @@ def test_its_column_is_that_of_transformers_on_every_path_and_is_trained_and_rep
     inside = train(home, "inside", *replay, f"teacher.path={folder}")
     for name in ("loss/teacher_kl", "loss/total", "train/grad_norm"):
         assert column(inside, name) == pytest.approx(column(taught, name), rel=1e-4, abs=1e-6)
+
+
+class Unsteady(BaseHTTPRequestHandler):
+    """A teacher that answers each path at its second request, with log-probs that name place and token."""
+
+    asked: ClassVar[list[list[int]]] = []
+
+    def do_POST(self):
+        path = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        if path not in self.asked:
+            self.asked.append(path)
+            self.send_error(503)
+            return
+        told = [None, *({str(token): {"logprob": named_by(place, token)}, "0": {"logprob": -9.0}}
+                        for place, token in enumerate(path[1:], 1))]  # fmt: skip
+        body = json.dumps({"choices": [{"prompt_logprobs": told}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format, *args): ...
+
+
+def named_by(place: int, token: int) -> float:
+    return -place - token / 128
+
+
+def test_lines_that_lack_the_column_are_asked_again_until_they_have_it_and_others_keep_theirs(monkeypatch):
+    """The shared part has it from an earlier step, and one of the ends; an environment gave two tokens."""
+    monkeypatch.setattr("megatron_eqlen.engines.teacher_server.PAUSES", (0.0,))
+    known = np.full(2, -0.5, np.float32)
+    given = Ragged.of([(), (0,), (0,), ()])
+    parts = [
+        place(Part(Tokens.of([11, 12], [-1.0, -1.0], teacher=known)), "step", 0, -1),
+        place(Part(Tokens.of([21, 22, 23, 24], np.zeros(4), given=given), "stop"), "step", 1, 0),
+        place(Part(Tokens.of([31], np.zeros(1)), "length"), "step", 2, 0),
+        place(Part(Tokens.of([41, 42], np.zeros(2), teacher=known), "stop"), "step", 3, 0),
+    ]
+    rollout = Rollout(Prompt("p", [1, 2, 3], "q", "math", "0"), 0, "tree", 0, parts)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unsteady) as answering:
+        threading.Thread(target=answering.serve_forever, daemon=True).start()
+        server = TeacherServer(f"http://127.0.0.1:{answering.server_port}", 10.0)
+        server.fill([rollout])
+        server.close()
+        answering.shutdown()
+    assert sorted(Unsteady.asked) == [[1, 2, 3, 11, 12, 21, 22, 23, 24], [1, 2, 3, 11, 12, 31]]
+    found = [part.tokens["teacher"].tolist() for part in rollout.parts]
+    ends = [[named_by(5 + at, token) for at, token in enumerate(ids)] for ids in ([21, 22, 23, 24], [31])]
+    assert found == [[-0.5, -0.5], *ends, [-0.5, -0.5]]
 
 
 def test_another_tokenizer_and_too_short_a_context_are_refused(home, teacher, tmp_path):

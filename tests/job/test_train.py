@@ -91,13 +91,16 @@ def test_two_tensor_parallel_ranks_train_like_one_on_the_same_streams(home, trai
 
 
 def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(home):
-    traced = ["profile.steps=[1]", "rollout.max_response_length=24", NO_EVALUATION]
+    traced = ["profile.steps=[1]", "rollout.max_response_length=24", "loss.epochs=2", NO_EVALUATION]
     folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1", *traced)
     with gzip.open(folder / "profile/step-00000001-rank-0.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert names >= {"stage harvest", "stage trees", "stage train", "stage sync", "aten::mm"}
     assert column(folder, "harvest/completions") == [4 * 4]
     assert column(folder, "train/grad_norm")[0] > 0
+    (record,) = metrics(folder)
+    trained = record["train/tokens_per_second"] * record["time/train"]
+    assert trained == pytest.approx(2 * record["packing/tokens"]), "each epoch computes all rows"
 
 
 def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):

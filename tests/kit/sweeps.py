@@ -120,8 +120,8 @@ def _spent(record: dict):
 class Scripted:
     """Stands in for processes: a run ends at the second poll, with its folder written."""
 
-    def __init__(self, fails: Callable[[Recipe], bool] = lambda recipe: False) -> None:
-        self.fails = fails
+    def __init__(self, fails: Callable[[Recipe], bool] = lambda recipe: False, status: int = 7) -> None:
+        self.fails, self.status = fails, status
         self.recipes: list[Recipe] = []
         """Recipes of the runs that were started."""
         self.arguments: list[Sequence[str]] = []
@@ -154,6 +154,6 @@ class ScriptedRun:
             return None
         self.all.at_once -= 1
         if self.all.fails(self.recipe):
-            return 7
+            return self.all.status
         leave_a_run(self.recipe)
         return 0

@@ -316,9 +316,13 @@ def test_tokens_keep_the_routes_of_the_weights_that_sampled_them(kind, kills, tm
     monkeypatch.setattr(sys.modules[__name__], "Lockstep", RoutingByVersion)
     recipe = recipe_of(SIMPLE | {"kind": kind, "routes": True})
     run = Run(tmp_path, recipe, end=0.1)
-    run.step(0, prompts_of(0, 2), budget=30)
-    assert run.suspended
-    found = run.step(1, [], budget=None, kills=kills)
+    for number, new in enumerate((prompts_of(0, 2), [])):
+        run.step(number, new, budget=15)
+        assert run.suspended
+    found = run.step(2, [], budget=None, kills=kills)
+    for rollout in found:
+        first = min(part.tokens["versions"].min() for part in rollout.parts)
+        assert (rollout.prompt_columns["routes"][1:] == first).all(), "as its first request brought them"
     mixed = 0
     for part in (part for rollout in found for part in rollout.parts):
         versions = part.tokens["versions"]

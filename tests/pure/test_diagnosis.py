@@ -70,6 +70,11 @@ def test_no_answers_are_counted_in_tokens_whose_text_is_not_known(told):
 def test_a_step_that_learns_is_told_nothing_and_what_is_left_out_is_told_beside_what_is_kept(told):
     learns = {"train__updates": 1.0, "objective__zero_advantage_fraction": 0.5}
     assert not told((r"\boxed{7}", RIGHT), ("ten", WRONG), **learns)
+    assert not told((r"\boxed{7}", RIGHT), ("ten", WRONG), **learns, harvest__truncated_fraction=0.95)
+    rare = [("ten", NONE)] * 19 + [(r"\boxed{7}", RIGHT)]
+    many = learns | {"reward__verdict__no_answer": 0.95}
+    assert told(*rare, **many).startswith("the form is not met: no \\boxed{")
+    assert not told(*rare[-6:], **many), "five of six are no nine tenths"
     assert told(("a", RIGHT), ("b", WRONG), objective__members=2.0).endswith("have one member")
     assert told(*[("seven", NONE)] * 2, train__skipped_updates=2.0).startswith("2 updates were skipped")
     left = {"reward__unscored": 3.0, "reward__dropped_length": 90.0, "policy__response_length": 30.0}
@@ -100,6 +105,7 @@ def test_trees_without_a_fork_are_told_why_whatever_is_trained(tmp_path, tree, w
     ("mismatch/kl", [1e-4] * 4 + [5e-3] * 3, "mismatch KL"),
     ("mismatch/kl", [1e-6] * 4 + [5e-5] * 3, None),
     ("mismatch/kl", [5e-3], None),
+    ("mismatch/kl", [5e-3] * 4 + [2e-2] * 3, None),
 ])  # fmt: skip
 def test_a_collapse_is_told_and_a_fluctuation_is_not(tmp_path, name, values, kind):
     learns = IDLE | {"train/updates": 1.0}

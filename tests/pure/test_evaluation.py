@@ -67,6 +67,7 @@ class AnsweringEngine:
         self._answers = answers
         self._open: dict[str, Delta] = {}
         self.asked: list[str] = []
+        self.seeds: list[int] = []
         self.sampled_as: list[RolloutRecipe] = []
 
     def sample_as(self, rollout):
@@ -76,6 +77,7 @@ class AnsweringEngine:
         question = "".join(map(chr, token_ids))
         number = sum(name == question for name in self.asked)
         self.asked.append(question)
+        self.seeds.append(seed)
         tokens = [*map(ord, self._answers[question][number]), EOS][:max_tokens]
         reason = "stop" if tokens[-1] == EOS else "length"
         self._open[request_id] = Delta(request_id, tokens, {"logprobs": [-0.1] * len(tokens)}, reason)
@@ -129,10 +131,22 @@ def test_an_evaluation_by_hand(recipe):
     assert result.accuracy.mean == 0.5
     metrics = result.metrics()
     assert metrics["evaluation/sums/avg@3"] == 0.5
+    # all three pairs of answers hold a right one, and two of the three
+    assert metrics["evaluation/sums/pass@2"] == pytest.approx((1 + 2 / 3) / 2)
     assert metrics["evaluation/sums/pass@3"] == 1.0
     assert metrics["evaluation/sums/no_answer_fraction"] == 1 / 6
     assert metrics["evaluation/sums/truncated_fraction"] == 1 / 6
     assert metrics["evaluation/sums/mean_tokens"] == (10 + 13 + 10 + 5 + 10 + 16) / 6
+
+
+def test_samples_are_drawn_again_before_and_after_a_run_and_others_with_its_seed(recipe):
+    drawn = []
+    for seed, version in ((0, 0), (0, 3), (1, 0)):
+        engine = AnsweringEngine(ANSWERS, policy_version=version)
+        run(recipe.model_copy(update={"seed": seed}), engine)
+        drawn.append(engine.seeds)
+    assert drawn[0] == drawn[1]
+    assert not {*drawn[0]} & {*drawn[2]}, "runs that differ in their seed are no replicates of one another"
 
 
 def test_the_manifest_says_what_was_measured(recipe):
@@ -204,6 +218,38 @@ def test_samples_have_their_own_environments_and_a_problem_whose_own_fails_is_le
     assert result.manifest["graders"] == ["Fails"]  # what is lost has none, and evaluations stay alike
     assert "sums: 1 of 2 problems are left out: its environment failed: ConnectionError" in caplog.text
     assert len({*seeds}) == len(seeds)
+
+
+class Grades(Environment):
+    """Gives ``reward``; None: 1, and the second problem's environment fails."""
+
+    reward: float | None = None
+
+    def __init__(self, prompt, seed):
+        self.problem = prompt.prompt_id
+
+    def step(self, message):
+        if self.reward is None and self.problem == "sums/2+2":
+            raise ConnectionError("no server")
+        return Observation(done=True)
+
+    def grade(self):
+        return 1 if self.reward is None else self.reward
+
+
+def test_a_response_whose_grading_fails_counts_as_0_where_the_recipe_says_so(recipe):
+    zero = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"on_error": "zero"})})
+    speak = Conversations(Grades, Letters().decode, lambda observation: [])
+    result = run(zero, AnsweringEngine(ANSWERS), conversations=speak)
+    assert [answers.rewards for answers in result.answers] == [[1, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("reward", [-0.5, 1.5])
+def test_rewards_that_are_no_accuracy_are_refused(recipe, monkeypatch, reward):
+    monkeypatch.setattr(Grades, "reward", reward)
+    speak = Conversations(Grades, Letters().decode, lambda observation: [])
+    with pytest.raises(ValueError, match=rf"rewards in \[0, 1\], Grades gave {reward}: give the benchmark"):
+        run(recipe, AnsweringEngine(ANSWERS), conversations=speak)
 
 
 def test_results_survive_the_disk_and_bad_files_are_named(recipe, tmp_path):
@@ -395,6 +441,25 @@ def test_the_difference_is_paired_by_problem():
         compare([before], [make_result(np.tile(hard, (4, 1)), first_question=9)])
 
 
+@pytest.mark.parametrize(("files", "lost", "is_refused"), [
+    (("a", "a"), 3, False),  # problems that one evaluation left out, of 30
+    (("a", "a"), 4, True),
+    (("a", "b"), 1, True),
+])  # fmt: skip
+def test_results_are_compared_on_nine_tenths_of_either_ones_questions(files, lost, is_refused):
+    """Whichever of them has more."""
+    scores = np.tile(np.linspace(0, 1, 30), (2, 1))
+    whole, part = make_result(scores), make_result(scores[:, lost:], first_question=lost)
+    for result, file in zip((whole, part), files, strict=True):
+        result.manifest["sha256"] = file
+    for pair in ((whole, part), (part, whole)):
+        if is_refused:
+            with pytest.raises(ValueError, match="different questions: q0 is in"):
+                compare(*([each] for each in pair))
+        else:
+            assert compare(*([each] for each in pair)).mean == pytest.approx(0)
+
+
 def test_intervals_over_seeds():
     """Five seeds agree on each of 30 problems: there is no spread between seeds, but between problems."""
     seeds = [make_result(np.tile(np.repeat([0.0, 1.0], 15), (2, 1))) for _ in range(5)]
@@ -414,8 +479,8 @@ def test_students_interval():
 
 @pytest.mark.parametrize("k", [1, 2, 4, 6])
 def test_pass_at_k_is_the_mean_over_all_subsets(k):
-    scores = (np.random.default_rng(0).random((6, 5)) < 0.3).astype(float)
-    subsets = [scores[list(rows)].max(axis=0).mean() for rows in combinations(range(6), k)]
+    scores = (np.random.default_rng(0).random((6, 5)) < 0.3) * [0.5, 1, 1, 0.25, 1]  # some partly right
+    subsets = [(scores[list(rows)].max(axis=0) > 0).mean() for rows in combinations(range(6), k)]
     assert statistics.pass_at_k(scores, k) == pytest.approx(np.mean(subsets))
 
 

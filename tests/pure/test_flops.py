@@ -36,18 +36,23 @@ LEAVES = ((4, 0), (6, 0), (3, 2))
 
 
 def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
-    recipe = load(ROOT / "recipes/qwen3_8b.yaml")
+    recipe = load(ROOT / "recipes/qwen3_8b.yaml", ["loss.epochs=2"])
     step = {
-        "packing/tokens": 1e6, "packing/context": 2e3, "packing/unique_tokens": 9e5, "time/train": 10.0,
+        "packing/tokens": 1e6, "packing/context": 2e3, "packing/unique_tokens": 9e5, "time/train": 20.0,
         "packing/expanded_tokens": 3e6, "harvest/generated_tokens": 8e5, "time/harvest": 20.0,
+        "harvest/resumed_tokens": 2e5,
     }  # fmt: skip
     found = achieved(Job(recipe), step, "NVIDIA H100 80GB HBM3")
-    assert found["train/mfu"] == pytest.approx(found["train/flops"] / (10 * 8 * 989e12))
-    assert found["harvest/mfu"] == pytest.approx(found["harvest/flops"] / (20 * 8 * 989e12))
+    assert found["train/mfu"] == pytest.approx(found["train/flops"] / (20 * 8 * 989e12))
+    new = 6 / 8  # of the tokens: the others took none of these seconds
+    assert found["harvest/mfu"] == pytest.approx(new * found["harvest/flops"] / (20 * 8 * 989e12))
     assert 0.01 < found["train/mfu"] < 1.5
-    assert found["train/tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 9e5 / 80)
-    assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 3e6 / 80)
-    assert found["harvest/tokens_per_gpu_second"] == pytest.approx(8e5 / 160)
+    assert found["train/tokens_per_gpu_second"] == pytest.approx(2 * 9e5 / 160)
+    assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(2 * 3e6 / 160)
+    assert found["harvest/tokens_per_gpu_second"] == pytest.approx(new * 8e5 / 160)
+    servers = ["rollout.servers=[http://a:1,http://b:1]", "rollout.tensor_parallel=4"]
+    apart = achieved(Job(load(ROOT / "recipes/qwen3_32b_servers.yaml", servers)), step, None)
+    assert apart["harvest/tokens_per_gpu_second"] == pytest.approx(new * 8e5 / (20 * 2 * 4))
     for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA RTX A1000", "RTX 4090 D"):
         assert "train/mfu" not in achieved(Job(recipe), step, unknown)
 
@@ -121,6 +126,9 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
     rollouts, metrics = harvest(engine, plan)
     given = sum(len(part.tokens) - len(part) for rollout in rollouts for part in rollout.parts)
     assert bool(given) == talks
+    if talks:
+        generated = sum(len(part) for rollout in rollouts for part in rollout.parts)
+        assert metrics["environment/given_share"] == given / generated
     assert metrics["harvest/prefilled_tokens"] == len(engine.prefilled)
     assert metrics["harvest/prefill_context"] == pytest.approx(np.mean(engine.prefilled))
     seen = []
@@ -137,6 +145,7 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
     assert planned.metrics["packing/supervised_tokens"] == trained > 0
 
 
+COUNTED = "prefilled_tokens", "prefill_context", "carried_rollouts", "suspended_rollouts", "carried_tokens"
 CASES = [*((kind, False) for kind in KINDS), ("pairs", True), ("trees", True)]
 CASES += [weekly(kind, True) for kind in KINDS if (kind, True) not in CASES]
 
@@ -158,10 +167,12 @@ def test_what_new_weights_compute_again_is_what_an_engine_counts(kind, talks, tm
             between = [(p, [*range(50, 55), *p.token_ids, *range(9)]) for p in drawn]
             prompts = [replace(prompt, token_ids=token_ids) for prompt, token_ids in between]
             engine.prefilled.clear()
+            carried = {f"{prompt_id}/{index}" for prompt_id, index in run.suspended}
+            delivered = sum(n for name, n in engine.delivered.items() if name.rpartition("/")[0] in carried)
             run.step(number, prompts, 40 if number < 4 else None, kills=kills)
-            names = ("harvest/prefilled_tokens", "harvest/prefill_context", "harvest/carried_tokens")
-            counts[-1].append([run.metrics[-1][name] for name in names])
+            counts[-1].append([run.metrics[-1][f"harvest/{name}"] for name in COUNTED])
             if not kills:
+                assert counts[0][-1][2:] == [len(carried), len(run.suspended), delivered]
                 # two lines of equal tokens, which nothing but chance made, share an answer's blocks, too
                 rel, passes = 0.01 if talks else 1e-9, engine.prefilled
                 assert counts[0][-1][:2] == pytest.approx([len(passes), np.mean(passes)], rel=rel)
@@ -210,4 +221,13 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     assert base["train/flops"] == 3 * 300 * forward_flops(model, 80)
     with_others = flops("loss.minibatches=2")["train/flops"]
     assert with_others == 5 / 3 * base["train/flops"], "reference and old log-probs"
+    assert flops("loss.epochs=2")["train/flops"] == (2 * 3 + 2) / 3 * base["train/flops"]
+    # gradients of frozen weights, as many as the linear layers compute, are not
+    linear = 300 * forward_flops(model, 0)
+    adapters = flops("loss.epochs=2", "loss.kl_coef=0", "lora.rank=8")["train/flops"]
+    assert adapters == (2 * 3 + 1) / 3 * base["train/flops"] - 2 * linear
+    sft, smollm2 = ROOT / "recipes/smollm2_sft_cpu.yaml", "model.path=SmolLM2-135M-Instruct"
+    recipes = [load(sft, [smollm2, f"loss.minibatches={count}"]) for count in (1, 2)]
+    once, twice = (counted(Job(recipe), metrics)["train/flops"] for recipe in recipes)
+    assert once == twice, "a loss without a ratio needs no old log-probs"
     assert counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml")), {}) == {"harvest/flops": 0, "train/flops": 0}

@@ -58,12 +58,12 @@ def test_two_replicas_together_report_what_one_would(rollouts, cut):
 
 def test_the_slowest_rank_of_each_stage_is_named_and_the_most_memory_counts():
     ranks = [
-        {"time/train": 2.0, "time/harvest": 5.0, "memory/peak/train": 7.0, "loss/total": 1.0},
-        {"time/train": 3.0, "memory/peak/train": 4.0, "memory/reserved/train": 9.0},
+        {"time/train": 2.0, "time/sync": 5.0, "memory/peak/train": 7.0, "loss/total": 1.0},
+        {"time/train": 3.0, "time/sync": 4.0, "memory/peak/train": 4.0, "memory/reserved/train": 9.0},
     ]
     assert over_ranks(ranks) == {
         "memory/peak/train": 7.0, "memory/reserved/train": 9.0, "time/slowest/train": 3.0,
-        "time/slowest_rank/train": 1.0, "time/slowest/harvest": 5.0, "time/slowest_rank/harvest": 0.0,
+        "time/slowest_rank/train": 1.0, "time/slowest/sync": 5.0, "time/slowest_rank/sync": 0.0,
     }  # fmt: skip
     assert over_ranks(ranks[:1]) == {"memory/peak/train": 7.0}, "alone, no rank is the slowest"
     assert check(over_ranks(ranks))
@@ -99,6 +99,11 @@ def test_keys_that_need_less_memory_are_keys_of_a_recipe():
     for key in keys:
         section, name = key.split(".")
         assert name in getattr(Recipe.model_fields[section].annotation, "model_fields", ()), key
+
+
+def test_what_covers_the_whole_run_is_the_newest():
+    parts = [{"data/prompts_drawn": 8.0, "data/source/sums/epochs": 0.5}, {"data/prompts_drawn": 16.0}]
+    assert at_once(parts) == in_turn(parts) == {"data/prompts_drawn": 16.0, "data/source/sums/epochs": 0.5}
 
 
 def test_maxima_are_not_averaged():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.packing.arrays import check_routes
 from megatron_eqlen.packing.pack import pairs_seen, plan_rows
 from megatron_eqlen.packing.tree import Forest
-from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Node, Row, TokenTree
 from tests.kit.marks import examples
 from tests.kit.tree_samples import pack
@@ -125,6 +126,66 @@ def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks,
     assert np.bincount(ids[ids >= 0], minlength=len(lengths)).tolist() == lengths
 
 
+def conversation(rng: np.random.Generator, number: int) -> TokenTree:
+    """Return a tree of any shape in which an environment gave some tokens, with routes and masks. No token
+    occurs twice; routes, log-probs and masks follow from it."""
+    ids = np.arange(1000 * number, 1000 * number + rng.integers(1, 7))
+    routes = routes_of(ids).astype(np.uint8)
+    routes[0] = 0  # of a prompt's first token there are none
+    nodes = [Node(-1, Tokens.of(ids, routes=routes))]
+    for place in range(1, rng.integers(2, 9)):
+        ids = np.arange(ids[-1] + 1, ids[-1] + 1 + rng.integers(1, 7))
+        own = (rng.random(len(ids)) < 0.7).tolist()
+        kept = Ragged.of([mask_of(token) * mine for token, mine in zip(ids.tolist(), own, strict=True)])
+        columns = {
+            "given": Ragged.of([() if mine else (0,) for mine in own]),
+            "routes": (routes_of(ids) * np.array(own)[:, None, None]).astype(np.uint8),
+            "kept": kept,
+            "kept_logprobs": Ragged(-0.5 * kept.values, kept.counts),
+        }
+        parent, weight = int(rng.integers(0, place)), float(rng.integers(0, 3))
+        nodes.append(Node(parent, Tokens.of(ids, -0.01 * ids, **columns), float(place), weight))
+    return TokenTree(f"{number}", nodes)
+
+
+def routes_of(tokens: np.ndarray) -> np.ndarray:
+    """Return [n, 2 layers, 2 experts], other ones for the next token."""
+    return np.stack([tokens % 7, 7 + tokens % 11, tokens % 5, 5 + tokens % 3], axis=1).reshape(-1, 2, 2)
+
+
+def mask_of(token: int) -> tuple[int, ...]:
+    return tuple(range(token - token % 4, token + 1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_row_has_the_columns_of_tokens_that_the_policy_generated_and_no_others(seed):
+    rng = np.random.default_rng(seed)
+    trees = [conversation(rng, number) for number in range(1, 5)]
+    nodes = {token: node for tree in trees for node in tree.nodes for token in node.token_ids}
+    own = [token for token, node in nodes.items() if token in node.token_ids[node.tokens.is_generated]]
+    budget = max(longest_path(trees), 1) + 3
+    planned, trained = plan_rows(trees, budget, data_parallel=2), list[int]()
+    for rows in map(planned.rows, range(2)):
+        counts = [int((row.weights > 0).sum()) for row in rows]
+        rows.others = {"old": [np.arange(1.0, count + 1) for count in counts], "ref": []}
+        for row, count in zip(rows, counts, strict=True):
+            used = row.labels[: row.num_tokens]
+            expected = np.where(np.isin(used, own)[:, None, None], routes_of(used), -1)
+            assert not len(used) or np.array_equal(row.path_columns["routes"][: row.num_tokens], expected)
+            labels = row.labels[row.weights > 0].tolist()
+            trained += labels
+            assert row.advantages[row.weights > 0].tolist() == [nodes[label].advantage for label in labels]
+            assert not count or [*map(tuple, row.columns["kept"])] == [*map(mask_of, labels)]
+            assert np.allclose(row.column("logprobs")[row.weights > 0], -0.01 * np.array(labels))
+            assert row.others.keys() == {"old"}
+            assert row.others["old"][row.weights > 0].tolist() == [*range(1, count + 1)]
+            assert not row.others["old"][row.weights == 0].any()
+    assert sorted(trained) == sorted(token for token in own if nodes[token].weight > 0)
+    forest, needed = planned.forest, [planned.needed(rank)[1] for rank in range(2)]
+    assert sorted(np.concatenate(needed)) == np.flatnonzero(forest.weight > 0).tolist(), "each on one rank"
+    check_routes(forest, np.arange(len(forest)), 18)
+
+
 def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:
     """Return a stream with pairs of ``lengths``; pairs in ``dead`` carry no weight."""
     nodes, trunk = [Node(-1, Tokens.of([1] * 5))], 0
@@ -159,6 +220,32 @@ def test_a_tree_larger_than_a_row_repeats_only_context():
     expanded = plan_rows([tree], 44, layout="expanded").metrics["packing/tokens"]
     assert planned.metrics["packing/tokens"] < planned.metrics["packing/expanded_tokens"] == expanded
     assert planned.metrics["packing/repeated_tokens"] == planned.metrics["packing/tokens"] - (4 + 8 * 10) > 0
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_metrics_are_those_of_the_rows(multiple):
+    """Two ranks, one of which needs a row more; a row is padded to 8 positions."""
+    trees = [caterpillar([10] * 4), caterpillar([6, 3], dead=frozenset({1})), caterpillar([9])]
+    planned = plan_rows(trees, 44, 2, 8, row_count_multiple_of=multiple)
+    rows = [row for rank in range(2) for row in planned.rows(rank)]
+    assert len(rows) / 2 % multiple == 0
+    used, computed = sum(row.num_tokens for row in rows), sum(len(row.labels) for row in rows)
+    unique = (4 + 8 * 10) + (4 + 2 * 6) + (4 + 2 * 9)
+    expected = {
+        "rows": len(rows), "tokens": used, "computed_tokens": computed, "unique_tokens": unique,
+        "repeated_tokens": used - unique, "pruned_tokens": 2 * 3, "fill": used / computed,
+        "budget_fill": used / (44 * len(rows)), "supervised_tokens": unique - 3 * 4,
+        "expanded_tokens": sum(4 + 10 * (pair + 1) for pair in range(4) for _ in "ab") + 2 * 10 + 2 * 13,
+    }  # fmt: skip
+    assert {name: planned.metrics[f"packing/{name}"] for name in expected} == expected
+    assert used > unique < computed
+
+
+def test_the_longest_parts_are_placed_first():
+    """In the order of their lengths 4, 4, 6 and 6 would fill three rows."""
+    trees = [caterpillar([length], name=f"{place}") for place, length in enumerate([4, 6, 4, 6])]
+    sizes = plan_rows(trees, 100).sizes.tolist()
+    assert plan_rows(trees, min(sizes) + max(sizes)).metrics["packing/rows"] == 2
 
 
 def test_cost_counts_the_pairs_that_attention_sees():

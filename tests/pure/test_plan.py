@@ -14,7 +14,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.job import KNOWN_MODELS, Job, load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.flops import forward_flops, training_flops
-from megatron_eqlen.plan.host import export_bytes, host_parts, recorded_bytes
+from megatron_eqlen.plan.host import export_bytes, host_parts, recorded_bytes, route_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.roofline import BANDWIDTH, DENSE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
@@ -221,6 +221,13 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
     )
     assert (tree.tracks, tree.generated, tree.trained) == (3 * 4, 3 * 3800, 3 * (3800 + 256))
     assert tree.context == pytest.approx(256 + (200 * 50 + 3600 * 550) / 3800)
+    deaths = ("fork=death", "branching=3", "forks=2")
+    tree = work(
+        "sampling=tree", "objective=treerpo", "group_size=2", *(f"tree_sampling.{key}" for key in deaths)
+    )
+    assert (tree.tracks, tree.generated) == (3 * 4, 3 * 4000), "each of two deaths leaves a line more"
+    half = work(*talks, "rollout.tokens_per_step=6000")
+    assert half == replace(work(*talks), generated=6000, trained=3 * (6000 + 256) / 2, given=3000, share=0.5)
 
 
 def test_a_step_of_at_most_so_many_tokens_generates_and_trains_no_more():
@@ -273,6 +280,16 @@ def test_published_steps_of_nemo_rl_take_about_as_long_as_the_roofline(
     work += [f"data.prompts_per_step={prompts}", f"loss.minibatches={prompts // 16}"]
     low, high = ratio
     assert low < seconds / h100(file, *shape, *layout, *work).seconds < high
+
+
+@pytest.mark.parametrize(("virtual", "waiting"), [(None, 3), (2, 3 / 2), (4, 3 / 4)])
+def test_stages_wait_for_the_pipeline_to_fill_and_less_with_virtual_ones(virtual, waiting):
+    """The bubble of a schedule of 4 stages: the time of 3 rows, divided by a stage's chunks."""
+    layout = ["parallel.tensor=4", "parallel.pipeline=4"]
+    layout += [f"parallel.virtual_pipeline={virtual}"] if virtual else []
+    time = h100("qwen3_32b_h100x32.yaml", *layout)
+    assert time.rows > 1
+    assert time.idle == pytest.approx(waiting / (time.rows + waiting))
 
 
 def test_the_roofline_counts_what_the_backward_pass_repeats():
@@ -372,6 +389,35 @@ def test_an_export_is_in_the_wider_dtype(tmp_path, base, trained, each):
 def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
     need = planned("qwen3_0.6b.yaml", "cluster.gpu_memory_gib=16")
     assert [problem.split(":")[0] for problem in need.problems()] == ["train"]
+
+
+@pytest.mark.parametrize(("optimizer", "copied"), [
+    (["grad_dtype=bfloat16"], 4), (["grad_dtype=float32"], 0),
+    (["grad_dtype=bfloat16", "precision=bfloat16"], 0), (["grad_dtype=bfloat16", "offload=true"], 0),
+])  # fmt: skip
+def test_an_update_copies_bfloat16_gradients_for_an_optimizer_that_reads_float32_alone(optimizer, copied):
+    keys = ["optimizer.offload=false", *(f"optimizer.{key}" for key in optimizer)]
+    (stage, *_) = planned("qwen3_8b.yaml", *keys).stages
+    assert stage.copied_gradients == copied * stage.parameters.shard
+
+
+@pytest.mark.parametrize(("file", "again"), [("qwen3_0.6b", 151936 * 1024), ("qwen3_8b", 0)])
+def test_the_last_stage_has_a_copy_of_an_embedding_that_is_also_the_head(file, again):
+    need = planned(f"{file}.yaml", "parallel.pipeline=2", "parallel.tensor=1", "cluster.processes_per_node=8")
+    assert sum(stage.parameters.elements for stage in need.stages) == total(need.job.model) + again
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_a_rank_of_an_engine_has_a_key_value_head_at_least(ranks):
+    """Qwen3-32B: 64 layers of 64 and 8 heads of 128, hidden size 5120."""
+    found = engine.parameters(read_config(f"{KNOWN_MODELS}/qwen3-32b.json"), ranks, ("linear_qkv",))
+    assert found == 64 * 5120 * 128 * (64 / ranks + 2 * max(8 / ranks, 1))
+
+
+def test_256_experts_have_numbers_of_one_byte_and_512_of_two():
+    """vLLM chooses the type likewise (tests/engine/test_routes.py): 40 layers of 8 a token, and 48 of 10."""
+    models = (f"{KNOWN_MODELS}/{name}.json" for name in ("qwen3.5-35b-a3b", "qwen3-next-80b-a3b-thinking"))
+    assert [route_bytes(read_config(model)) for model in models] == [40 * 8, 48 * 10 * 2]
 
 
 @pytest.mark.parametrize(("file", "each"), [("qwen3_next_80b", 48 * 10 * 2), ("qwen3_30b_a3b", 48 * 8)])

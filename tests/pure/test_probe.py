@@ -301,7 +301,9 @@ def test_a_probe_that_was_cut_off_goes_on_with_the_tokens_that_it_had(tmp_path, 
     ([0, 1] * 8, [1] * 16, 0.19, 0.69),  # (9/18, 17/18) +- 1.96 sqrt(.25/18 + .0525/18)
     ([0.0] * 4, [0.0] * 4, -0.42, 0.42),  # four equal rewards on both sides are not certainty
     ([0.0] * 30, [1.0], 0.91, 1.03),  # the response's own reward is known
+    ([1.0], [0.0] * 30, -1.03, -0.91),
     ([0.2, 0.4, 0.3], [0.9, 0.7, 0.8], 0.15, 0.85),  # 0.5 +- 4.30 sqrt(2 x 0.01/3)
+    ([0.2, 0.4], [0.7, 0.9, 0.8] * 3, -0.82, 1.82),  # 0.5 +- 12.7 sqrt(0.02/2 + 0.0075/9): t of the fewer
     ([0.0], [0.7], np.nan, np.nan),  # single rewards on both sides have no variance
     ([0.0], [1.0], np.nan, np.nan),
 ])  # fmt: skip
@@ -331,6 +333,14 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     assert found["dr_grpo"].sign == pytest.approx(2 / 3)
     assert found["dr_grpo"].bias_early == pytest.approx(np.mean([0.25 - 0.5, -0.25 - 0.1]))
     assert found["dr_grpo"].bias_late == pytest.approx(np.mean([0.25 - 0.0, -0.25 + 0.6]))
+    given, values = [0.5, 0.5, -0.5, -0.5], [change.value[0] for change in truth]
+    assert found["dr_grpo"].noise == pytest.approx(np.std(0.5 * np.array(given) - values) / np.std(values))
+    # ranks (3.5, 3.5, 1.5, 1.5) and (4, 2, 3, 1)
+    assert found["dr_grpo"].rank == pytest.approx(2 / np.sqrt(4 * 5))
+    # equal changes share the mean of their places: (4, 2.5, 2.5, 1)
+    equal = [change._replace(value=(0.0, -0.1, 0.1)) if n == 2 else change for n, change in enumerate(truth)]
+    (tied,) = [a for a in audit(equal, [group], Job(settings)) if "dr_grpo" in a.objectives]
+    assert tied.rank == pytest.approx(2 * 1.5 / np.sqrt(4 * 4.5))
     assert "treerpo" in found["treerpo"].refused
     assert found["the run's"] is found["dr_grpo"]
     group.parts[0].grade.reward = -1.0
@@ -445,6 +455,14 @@ def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_envi
     at = {length: np.zeros(2) for length in (0, 3, 9, 11)} | {14: np.ones(1)}
     texts = [stretch["text"] for stretch in Probed(rollout, line, at).row(target.decode)["stretches"]]
     assert texts == ["It.", " I am.\nNo!", " S", "o 7"]
+
+
+def test_what_is_undecided_is_the_unbiased_variance_and_linear_between_places():
+    rollout = Rollout(QUESTION, 0, "independent", 0, [Part(Tokens.of([1, 2, 3, 0]), "stop", Grade(1.0, ""))])
+    at = {0: np.array([0.0, 1.0]), 2: np.array([0.0, 0.0, 0.0, 1.0]), 4: np.ones(1)}
+    found = Probed(rollout, next(rollout.lines()), at)
+    left = [found.undecided(share) for share in (0, 0.25, 0.5, 0.75, 1)]
+    assert left == pytest.approx([1 / 2, 3 / 8, 1 / 4, 1 / 8, 0])
 
 
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():

@@ -91,9 +91,19 @@ def test_two_models_have_columns_of_their_own(tmp_path):
     other = make_run(tmp_path / "b", 0, 16)
     text = (other / "recipe.yaml").read_text().replace("Tiny-1B", "Tiny-2B")
     (other / "recipe.yaml").write_text(text)
+    make_run(tmp_path / "a", 1, 12)
     (_, row) = tables_of(tmp_path)["Accuracy"]
     means = [row[f"{model} aime25"]["paper"]["mean"] for model in ("Tiny-1B", "Tiny-2B")]
     assert np.allclose(means, [0.6, 0.8])
+    assert row["Seeds"] == 2, "of the model that has more"
+
+
+def test_a_method_at_half_the_cost_has_twice_the_samples_an_hour(tmp_path):
+    make_run(tmp_path, 0, 11, sampling="independent")
+    make_run(tmp_path, 0, 11, hours=0.25)
+    names = ("Samples/GPU-h", "x first, GPU-h", "x first, tokens")
+    found = [[row[name] for name in names] for row in tables_of(tmp_path)["Efficiency"]]
+    assert found == [[60, 1, 1], [120, 2, 1]]
 
 
 def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -157,6 +167,7 @@ def test_a_run_that_was_measured_otherwise_after_training_is_said(tmp_path):
     assert "Unequal evaluations of aime25: they differ in rollout" in tables_of(tmp_path)["notes"]
 
 
+<<<<<<< HEAD
 def test_own_code_that_changed_between_seeds_is_said(tmp_path):
     for seed, digest in ((0, "one"), (1, "two")):
         run = make_run(tmp_path, seed, right=1)
@@ -166,18 +177,29 @@ def test_own_code_that_changed_between_seeds_is_said(tmp_path):
 
 
 def test_a_step_without_the_metric_is_in_no_mean(tmp_path):
+=======
+def test_a_reward_is_that_of_the_last_tenth_and_a_step_without_it_is_in_no_mean(tmp_path):
+>>>>>>> mutants
     folder = make_run(tmp_path, 0, 12, steps=20)
-    rows = [{"step": n, "time": 0.0, "policy/reward": 0.5} for n in range(1, 21)]
+    rows = [{"step": n, "time": 0.0, "policy/reward": n / 100} for n in range(1, 21)]
     del rows[-1]["policy/reward"]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_run(folder).reward == 0.5
+    assert read_run(folder).reward == 0.19
+
+
+def test_a_run_that_is_still_to_be_evaluated_has_not_ended(tmp_path, capsys):
+    """It has taken all its steps."""
+    make_run(tmp_path, 0, 11)
+    make_run(tmp_path, 1, None, evaluation={"benchmarks": [{"name": "aime25", "path": "x"}]})
+    assert tables_of(tmp_path)["Accuracy"][1]["Seeds"] == 1
+    assert f"{tmp_path}/eqlen-grpo-seed1: left out, it has not ended" in capsys.readouterr().out
 
 
 def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path)]) == 2
     assert "expected a run folder, or a folder of some, found none" in capsys.readouterr().err
-    make_run(tmp_path / "a", 0, 12)
-    make_run(tmp_path / "b", 0, 16)
+    for folder, seed in (("a", 0), ("b", 1), ("c", 0)):
+        make_run(tmp_path / folder, seed, 12)
     assert cli.main(["compare", str(tmp_path)]) == 2
     assert "to differ in their seed, found 0 twice" in capsys.readouterr().err
     assert cli.main(["compare", str(tmp_path / "a"), "--baseline", "dapo"]) == 2

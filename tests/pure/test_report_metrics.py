@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from megatron_eqlen.job import Job
-from megatron_eqlen.report.metrics import Columns, MetricsWriter
+from megatron_eqlen.report.metrics import Columns, MetricsWriter, read_newest
 from megatron_eqlen.report.trackers import Trackers
 from tests.kit.report_runs import recipe
 
@@ -89,3 +89,14 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
 
 def test_a_folder_without_metrics_has_none(tmp_path):
     assert recorded(tmp_path) == []
+
+
+@pytest.mark.parametrize("tail", [1, 50, 137, 1 << 18])
+def test_the_newest_records_are_whole_wherever_the_end_that_is_read_begins(tmp_path, monkeypatch, tail):
+    monkeypatch.setattr("megatron_eqlen.report.metrics.TAIL", tail)
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 41):
+            writer.write(step, {"reward/mean": 0.5 * step})
+    for count in (1, 2, 5, 40, 41):
+        found = [(record["step"], record["reward/mean"]) for record in read_newest(tmp_path, count)]
+        assert found == [(step, 0.5 * step) for step in range(1, 41)][-count:]

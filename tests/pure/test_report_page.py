@@ -17,12 +17,13 @@ import pytest
 import tests.kit.rollouts as kit
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
-from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, smoothed
+from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, facts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
+from megatron_eqlen.report.recorded import recorded_advice
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Part
+from megatron_eqlen.types import Grade, Part, Rollout
 from tests.kit import ROOT
 from tests.kit.recipes import SAMPLED
 from tests.kit.report_runs import (
@@ -152,11 +153,33 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     assert sentence in page.text
     (chart,) = json.loads(re.search("const CHARTS = (.*)\n", page.html)[1])
     assert chart["starts"][0] == 0
+    assert f"% in the last {100 - chart['starts'][-1]:.0f}% of the tokens" in page.text
     assert "Step 1 step-00000000" in page.text
     assert main(["report", str(run), "--step", "1"]) == 0
     assert capsys.readouterr().out == f"{run / 'rollouts-1.html'}\n"
     assert chart["x"][-1] == 100
     assert sum(chart["series"][0]["columns"]["y"]) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("lost", ["unscored", "suspended"])
+def test_advice_is_of_rollouts_that_have_all_their_rewards(tmp_path, lost):
+    """Other prompts' rollouts lack one, or go on in the next step."""
+    settings = recipe(tmp_path, sampling="tree", objective="rloo")
+
+    def rollouts(count: int, grade: Grade) -> list[Rollout]:
+        ends = [Part(Tokens.of([9], [-1.0]), "stop", each) for each in (WRONG, RIGHT, grade)]
+        tree = kit.tree(prompt(1), 3, [Part(Tokens.of([5, 6], [-1.0] * 2)), *ends], [-1, -1, 0, 0])
+        return [dataclasses.replace(tree, prompt=prompt(number)) for number in range(count)]
+
+    whole = rollouts(10, WRONG)
+    others = rollouts(14, Grade.unscored("late") if lost == "unscored" else RIGHT)[10:]
+    if lost == "suspended":
+        others = [dataclasses.replace(each, outcome="suspended") for each in others]
+    told = []
+    for name, recorded in (("all", whole), ("more", whole + others)):
+        run = write_run(tmp_path / name, settings, {"step-00000000": recorded})
+        told.append(recorded_advice(run, settings)[1])
+    assert "(10 prompts)" in told[0] == told[1]
 
 
 def test_only_stages_share_out_a_step(tmp_path):
@@ -167,6 +190,26 @@ def test_only_stages_share_out_a_step(tmp_path):
     assert "train 1 s, 20%" in text
     assert "evaluate 1 s, 20%" in text
     assert "gpu_hours" not in text.partition("Details")[0]
+    assert chart_of(run, "Seconds per step by stage").series[0].name == "harvest", "the longest first"
+
+
+def test_boxes_and_the_clock_say_what_the_records_do(tmp_path):
+    """Ten steps of 5 s, of which the first began 5 s before its end; rewards of 0.1 to 1."""
+    run = write_run(tmp_path, recipe(tmp_path))
+    records = [
+        {"step": step, "time": 1000.0 + 5 * step, "time/step": 5.0, "reward/mean": step / 10,
+         "harvest/tokens_per_second": 100.0 * step, "objective/skip_rate": 0.25}
+        for step in range(1, 11)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert facts(Columns(run, METRICS)) == [
+        ("reward", "0.150 → 0.950", "mean of 2 steps at each end"),
+        ("rollout", "550 tokens/s", "mean over steps"),
+        ("time per step", "5 s", "mean of the newest 10; 50 s in all steps"),
+    ]
+    shares = chart_of(run, "Shares, %")
+    assert (shares.series[0].y.tolist(), shares.series[0].last) == ([25.0] * 10, "25")
+    assert [shares.clock[0], shares.clock[-1]] == ["5 s", "50 s"]
 
 
 def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
@@ -250,6 +293,8 @@ def test_long_series_are_averaged_not_sampled_and_have_a_moving_average():
     assert len(averaged(np.arange(10_001.0))) <= MAX_POINTS
     noisy = np.arange(400.0) + 10.0 * (np.arange(400) % 2)
     np.testing.assert_allclose(smoothed(noisy)[20:-20], np.arange(20.0, 380.0) + 5.0, atol=0.5)
+    level = np.where(np.arange(200) % 7 < 2, np.nan, 3.0)
+    np.testing.assert_allclose(smoothed(level), level, err_msg="gaps and ends are no zeros")
 
 
 # ---- while a run trains -------------------------------------------------------------------------------

@@ -45,6 +45,13 @@ def test_a_log_gets_one_plain_line_a_step():
     assert "\x1b" not in out.getvalue()
 
 
+def test_the_time_left_is_by_the_newest_ten_steps():
+    progress, out = display()
+    for number in range(1, 26):
+        progress.step(number, {"time/step": 100.0 if number <= 15 else 2.0})
+    assert out.getvalue().splitlines()[-1] == "step 25/30  2.0 s  10 s left"
+
+
 def test_a_resumed_run_says_so_and_counts_on():
     progress, out = display()
     progress.resume(Spent(10))
@@ -75,7 +82,7 @@ def test_other_ranks_are_silent():
 
 @pytest.mark.parametrize(("value", "text"), [
     (0.0, "0"), (2.0, "2"), (1234.5, "1234"), (3.2e6, "3.2M"), (2e11, "200G"), (-1.3e-6, "-1.3e-06"),
-    (None, "–"), (float("nan"), "nan"),
+    (None, "–"), (float("nan"), "nan"), (1e4, "10k"), (9999.0, "9999"), (1e-3, "0.001"), (9.9e-4, "9.9e-04"),
 ])  # fmt: skip
 def test_numbers_have_about_three_digits(value, text):
     assert compact(value) == text

@@ -15,7 +15,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.report.rollouts import RolloutView, Training, view
+from megatron_eqlen.report.rollouts import RolloutView, Training, texts_of, view
 from megatron_eqlen.report.text import print_rollouts
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Grade, Rollout
@@ -89,6 +89,8 @@ UNSCORED = {"plain"}, {"not scored"}
     (with_grades(GROUP(), {1: None}), {}, UNSCORED),
     # a group is compared with its mean; truncated counts as wrong, what the budget cut off is not trained
     (GROUP(), {}, [(1, "raised", TRAINED), (0, "lowered", TRAINED), (0, "lowered", TRAINED)]),
+    (with_grades(GROUP(), {1: Grade(0.25, "scored")}), {},
+     [(1, "raised", TRAINED), (0.25, "lowered", TRAINED), (0, "lowered", TRAINED)]),
     (cut_off(GROUP()), {}, [(1, "raised", TRAINED), (0, "lowered", TRAINED), UNTRAINED]),
     # without an advantage it is skipped, unless a KL penalty trains it
     (with_grades(GROUP(), {0: WRONG}), {"loss": {"kl_coef": 0.0}}, [(0, "equal", "skipped")] * 3),
@@ -100,6 +102,12 @@ def test_a_segment_shows_the_reward_the_role_and_the_use_that_it_had_in_training
         assert ({one.role for one in seen}, {one.use for one in seen}) == lessons
     else:
         assert [(one.reward, one.role, one.use) for one in seen] == lessons
+
+
+def test_bytes_that_are_no_character_stand_at_the_last_of_four_tokens():
+    """Tokens are bytes: a character of three, five that are none, and a letter."""
+    texts = texts_of([*"三".encode(), *[0xFF] * 5, 65], lambda ids: bytes(ids).decode(errors="replace"))
+    assert texts == ["", "", "三", "", "", "", "\ufffd" * 4, "", "\ufffdA"]
 
 
 def test_prompts_that_dynamic_sampling_dropped_are_not_trained():

@@ -7,6 +7,7 @@ below harvests it the paper's way, in lockstep, written independently of the har
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -89,6 +90,8 @@ class ScriptedEngine:
     delivered: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     submitted: list[tuple[str, list[int], int]] = field(default_factory=list)
+    cached_at_end: bool = False
+    """Tell how many tokens were cached with a request's last tokens, as servers do."""
     routes: bool = False
     paths: dict[str, tuple[list[int], int, int]] = field(default_factory=dict)
     """(context and tokens, length of the context, rows of its path that it brings) of each request."""
@@ -127,7 +130,8 @@ class ScriptedEngine:
             del self.requests[name]
         logprobs = [-(start + first + i) / 7 for i in range(len(chunk))]
         mask = [(token, token + 100) for token in chunk]
-        cached = start - start % 4 if first == 0 else None
+        tells = reason is not None if self.cached_at_end else first == 0
+        cached = start - start % 4 if tells else None
         delta = Delta(name, chunk, {"logprobs": logprobs, "kept": mask}, reason, cached, version)
         return self._with_routes(delta, first) if self.routes else delta
 
@@ -276,6 +280,9 @@ def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
         assert found == expected
         check_logprobs(stream, start=2)
     assert not engine.requests, "a request was left running"
+    # a fork's path goes on behind its prompt; a request that was lost is no fork
+    forks = [name for name, path, _ in engine.submitted if len(path) > 2 and "~" not in name]
+    assert metrics["harvest/forks"] == len(forks)
     # What is not kept is the second of two truncated tracks: it is nobody's prefix.
     unkept = metrics["harvest/generated_tokens"] - sum(len(s) for stream in rollouts for s in stream.parts)
     truncated = sum(stream.outcome == "truncated" for stream in rollouts)
@@ -318,6 +325,9 @@ def test_independent_completions(case):
             ended = completion.token_ids[-1] in EOS
             assert completion.finish_reason == ("stop" if ended else "length")
     assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.parts)
+    lengths = [len(s) for g in rollouts for s in g.parts if s.token_ids[-1] in EOS]
+    assert metrics["harvest/ended_responses"] == len(lengths)
+    assert metrics.get("harvest/ended_response_length", 0) == pytest.approx(np.mean(lengths or [0]))
 
 
 @examples(40)
@@ -414,7 +424,8 @@ def test_a_harvester_is_asked_where_a_track_ends_and_not_at_every_token(case):
     assert asked.total() <= 3 * (metrics["harvest/requests"] - metrics["harvest/retries"])
 
 
-def test_the_worked_example_of_types():
+@pytest.mark.parametrize("cached_at_end", [False, True])
+def test_the_worked_example_of_types(cached_at_end):
     """q = [1, 2]; track 1: 5 9; track 2: 6 7 8 9; the fork after q B_1: 4 4 9."""
     scripts = {(1, 2): [[5, 9], [6, 7, 8, 9]], (1, 2, 6, 7): [[4, 4, 9]], (1, 2, 6, 7, 4, 4): [[9]]}
 
@@ -425,18 +436,36 @@ def test_the_worked_example_of_types():
 
     recipe = make_recipe(group_size=2)
     prompt = Prompt("p", [1, 2], "q", "math", "0")
-    (stream,), metrics = harvest(Script(random.Random(0)), HarvestPlan([prompt], recipe, {9}, seed=0))
+    engine = Script(random.Random(0), max_chunk=1, cached_at_end=cached_at_end)
+    (stream,), metrics = harvest(engine, HarvestPlan([prompt], recipe, {9}, seed=0))
     assert shape(stream)["pairs"] == [([5, 9], [6, 7]), ([8, 9], [4, 4]), ([9], [9])]
     assert stream.outcome == "both_ended"
     assert stream.policy_version == 3
     expected = {
-        "generated_tokens": 10, "supervised_tokens": 10, "forks": 2, "fork_prefix_tokens": 10, "streams": 1,
+        "generated_tokens": 10, "supervised_tokens": 10, "forks": 2, "forks_prefilled": 2, "streams": 1,
+        "fork_prefix_tokens": 4 + 6, "fork_cached_tokens": 4 + 4, "recomputed_tokens_per_fork": (0 + 2) / 2,
+        "masked_tokens": 10, "kept_per_token": 2, "policy_version": 3,
         "pairs_per_stream": 3, "segment_length": 5 / 3, "segment_length_max": 2, "both_ended_fraction": 1,
         "ended_responses": 4, "ended_response_length": (2 + 4 + 5 + 5) / 4, "tail_tokens": 0, "retries": 0,
         "context": (2 * (2 + 3) + 2 * (4 + 5) + 2 * 6) / 10,
         "prefilled_tokens": 1 + 1 + 3 + 5, "prefill_context": (1 + 1 + 1 + 2 + 3 + 15) / 10,
     }  # fmt: skip
     assert {name: metrics[f"harvest/{name}"] for name in expected} == expected
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_rollout_begins_only_where_a_slot_is_free(slots):
+    begun: set[str] = set()
+
+    class Slots(ScriptedEngine):
+        def submit(self, request_id, *arguments):
+            rollout = request_id.rpartition("/")[0]
+            assert rollout in begun or len(self.requests) < slots, "it would wait there before forks"
+            begun.add(rollout)
+            super().submit(request_id, *arguments)
+
+    harvested(Slots(random.Random(0), max_num_seqs=slots), prompts=4)
+    assert len(begun) == 4 * 2
 
 
 @pytest.mark.parametrize("kind", [
@@ -462,6 +491,40 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain(kind):
     _, metrics = harvested(engine, recipe, 4, seed=5)
     assert metrics["harvest/forks"] > 0
     assert metrics["harvest/recomputed_tokens_per_fork"] < 4  # the script caches blocks of 4
+
+
+def test_speeds_are_of_this_attempt_and_counts_of_all(monkeypatch):
+    """A clock that stands still but for 2 s in each step of the engine, and 0.25 s for each submission."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Clocked(ScriptedEngine):
+        deltas = 0
+
+        def submit(self, *arguments):
+            clock[0] += 0.25
+            super().submit(*arguments)
+
+        def step(self):
+            clock[0] += 2
+            found = super().step()
+            self.deltas += len(found)
+            return found
+
+    engine, earlier = Clocked(random.Random(0)), Counter(engine_steps=7, deltas=20, requests=4)
+    progress = HarvestProgress(generated_tokens=50, counts=earlier)
+    _, metrics = harvested(engine, progress=progress)
+    requests = len(engine.submitted)
+    steps = int((clock[0] - 0.25 * requests) / 2)
+    assert steps > 7
+    assert {name: metrics[f"harvest/{name}"] for name in ("engine_steps", "requests", "seconds")} == {
+        "engine_steps": 7 + steps, "requests": 4 + requests, "seconds": clock[0],
+    }  # fmt: skip
+    generated = sum(engine.delivered.values())
+    assert metrics["harvest/generated_tokens"] == 50 + generated
+    assert metrics["harvest/tokens_per_second"] == generated / clock[0]
+    assert metrics["harvest/overhead_seconds_per_step"] == 0.25 * requests / steps
+    assert metrics["harvest/slot_occupancy"] == (20 + engine.deltas) / (6 * (7 + steps))
 
 
 TWO = {"routes": np.zeros((2, 1, 2), np.uint8)}
@@ -498,6 +561,49 @@ def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
     with pytest.raises(EngineError, match=r"'lost' after 4 of 12 tokens .* 4 times"):
         harvested(engine)
     assert not engine.requests
+
+
+def test_a_request_may_be_lost_again_under_each_version_of_the_weights():
+    """As those of a server that dies and comes back, in a harvest of hours with many syncs."""
+
+    class Synced(ScriptedEngine):
+        def step(self):
+            self.policy_version += 1
+            return super().step()
+
+    engine = Synced(random.Random(0), end=0.0, loss=1.0, max_chunk=1, max_losses=6)
+    rollouts, metrics = harvested(engine)
+    assert {*engine.losses.values()} == {6}, "four times would be an error"
+    assert metrics["harvest/retries"] == engine.losses.total()
+    assert {part.finish_reason for rollout in rollouts for part in rollout.parts} == {"length"}
+
+
+def test_routes_of_a_prompt_come_with_another_request_where_the_first_is_lost():
+    """Each request is lost before its first token, once."""
+    engine = ScriptedEngine(random.Random(0), loss=1.0, max_losses=1, routes=True)
+    rollouts, metrics = harvested(engine, make_recipe(rollout={"keep_routes": True}))
+    assert metrics["harvest/retries"] >= 2 * len(rollouts)
+    for rollout in rollouts:
+        check_routes(rollout)
+
+
+def test_one_request_of_each_rollout_brings_the_routes_of_its_prompt():
+    engine = ScriptedEngine(random.Random(0), routes=True)
+    rollouts, _ = harvested(engine, make_recipe(rollout={"keep_routes": True}))
+    brought = Counter(name.rpartition("/")[0] for name, (_, _, rows) in engine.paths.items() if rows)
+    assert brought == {f"{rollout.prompt_id}/{rollout.index}": 1 for rollout in rollouts}
+
+
+def test_a_request_of_an_engine_that_does_not_know_the_end_is_aborted_there():
+    class Endless(ScriptedEngine):
+        def submit(self, request_id, *arguments):
+            super().submit(request_id, *arguments)
+            tokens, start = self.requests[request_id]
+            self.requests[request_id] = [*tokens, *[5] * 200], start
+
+    endless, engine = (made(random.Random(0)) for made in (Endless, ScriptedEngine))
+    assert harvested(endless)[0] == harvested(engine)[0]
+    assert sorted(endless.aborted) == sorted(name for name, *_ in engine.submitted)
 
 
 def test_missing_logprobs_and_hangs_are_errors():

@@ -400,6 +400,19 @@ def test_what_a_moment_counted_is_on_disk_with_its_tokens(tmp_path):
         assert progress.counts == {"forks_prefilled": 1}
 
 
+@pytest.mark.parametrize("ranks", [(1, 3), (3, 1)])
+def test_of_two_files_of_a_track_the_one_that_got_further_counts(tmp_path, ranks):
+    """Names do not tell which is newer: with another number of replicas another rank had the prompt."""
+    for rank, tokens in zip(ranks, ([1, 2], [1, 2, 3]), strict=True):
+        recorder = Recorder(tmp_path / f"rank-{rank}.arrow")
+        recorder.track_launched(track := Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0))
+        grown(track, tokens, extras=False)
+        recorder.decode_step_finished(last=True)
+        recorder._thread.submit(int).result()
+    (partial,) = read_progress(tmp_path, [prompt("a")], make_recipe()).partial
+    assert partial.tracks[0].token_ids.tolist() == [1, 2, 3]
+
+
 def test_an_attempt_beside_a_journal_whose_record_is_gone_has_a_file_of_its_own(tmp_path):
     track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
     for name in ("rank-0.arrow", "rank-0-2.arrow"):

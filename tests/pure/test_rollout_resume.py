@@ -8,6 +8,7 @@ import json
 import random
 import re
 import tempfile
+import time
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -265,6 +266,20 @@ def test_a_track_of_many_turns_may_be_lost_in_each_of_them():
     lost = Counter(request.split(":")[0] for request in engine.losses.elements())
     assert max(lost.values()) > max(engine.losses.values()) == 3
     assert not any(rollout.unscored() for rollout in rollouts)
+
+
+def test_an_environment_that_takes_longer_than_an_engine_may_is_waited_for():
+    """All tracks wait for it, so no token arrives meanwhile."""
+
+    class Slow(Dealer):
+        def step(self, message: str) -> Observation:
+            time.sleep(0.4)
+            return Observation(done=True)
+
+    recipe = make_recipe(rollout={"request_timeout": 0.2}, sampling="independent", objective="grpo")
+    plan = HarvestPlan(PROMPTS[:1], recipe, EOS, seed=0, conversations=dealt(Slow))
+    rollouts, _ = harvest(ScriptedEngine(random.Random(0), end=0.5), plan)
+    assert all(part.grade is not None for part, _ in rollouts[0].ended())
 
 
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:

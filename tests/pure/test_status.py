@@ -137,25 +137,36 @@ def take_steps(run: Path, count: int) -> None:
     with MetricsWriter(run) as writer:
         for step in range(1, count + 1):
             more = {"data/prompts_drawn": 480.0, "data/source/sums/epochs": 0.24}
-            writer.write(step, {"reward/mean": step / 10, "time/step": 3.0, **more})
+            seconds = 3.0 if step > count - 10 else 9.0  # the newest ten tell how long one takes
+            writer.write(step, {"reward/mean": step / 10, "time/step": seconds, **more})
 
 
 def test_a_run_in_progress_says_who_does_what_since_when_and_its_page_says_what_will_hold(run):
     life = Life(run)
-    take_steps(run, 4)
+    take_steps(run, 12)
     with life.timeline.span("train"), life.timeline.span("harvest"):
         assert within(60, lambda: len(read_state(run).stages) == 2)
         status = RunStatus(run)
     found = {name: str(text) for name, text in status.screen()}
     assert re.fullmatch(r"train for \d s, harvest for \d s", found["now"])
     assert found["state"].startswith(f"running, process {os.getpid()} on ")
-    assert found["progress"] == "4 of 20 steps, 3 s a step, 48 s left"
-    assert "reward 0.400" in found["last step"]
+    assert found["progress"] == "12 of 20 steps, 3 s a step, 24 s left"
+    assert "reward 1.20" in found["last step"]
     assert found["data"] == "480 prompts drawn; epochs: sums 0.240"
     page = dict(status.page())
     assert not {"state", "now"} & {*page}
     assert page["last step"].startswith(time.strftime("%Y-%m-%d %H:"))
     assert " ago" not in " ".join(map(str, page.values()))
+    life.end()
+
+
+def test_the_newest_warnings_are_shown(run):
+    life = Life(run)
+    for number in range(7):
+        life.progress.warn(f"fault {number}")
+    assert within(60, lambda: len(read_state(run).warnings) == 7)
+    shown = [str(text)[-7:] for name, text in RunStatus(run).screen() if name == "warning"]
+    assert shown == [f"fault {number}" for number in range(2, 7)]
     life.end()
 
 

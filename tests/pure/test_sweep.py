@@ -17,7 +17,7 @@ from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.recipe import Recipe, RecipeError
 from tests.kit import ROOT
-from tests.kit.sweeps import SWEEP, Scripted, leave_a_run, write_sweep
+from tests.kit.sweeps import SWEEP, Scripted, ended, leave_a_run, write_sweep
 
 SEEDS = ("seed0", "seed1", "seed2")
 
@@ -142,6 +142,29 @@ def test_each_run_has_its_own_gpus(sweep, monkeypatch):
     assert {environ["CUDA_VISIBLE_DEVICES"] for environ in started.environs} == {"2", "3"}
     with pytest.raises(ValueError, match="--jobs 3 x 1 GPUs a run: expected at most 2 GPUs"):
         run(sweep, jobs=3)
+
+
+def test_runs_of_two_processes_share_no_gpu(sweep, monkeypatch):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["0", "1", "2", "3"])
+    plan, started = command.read(sweep, ["cluster.processes_per_node=2"]), Scripted()
+    command.run(plan, 2, started)
+    assert {environ["CUDA_VISIBLE_DEVICES"] for environ in started.environs} == {"0,1", "2,3"}
+
+
+def test_a_run_that_was_asked_to_stop_has_not_ended(sweep, capsys):
+    """Its status is 0, as that of a run that did all it should."""
+    status, started = run(sweep, fails=lambda recipe: recipe.run_folder.name == "grpo-seed0", status=0)
+    assert (status, len(started.names)) == (1, 9)
+    assert "tiny/grpo-seed0 FAILED, status 0" in capsys.readouterr().out
+    assert run(sweep)[1].names == ["grpo-seed0"]
+
+
+def test_what_the_recipe_itself_limits_does_not_limit_the_others_beside_the_reference(tmp_path):
+    file = write_sweep(tmp_path, SWEEP + "set: {{gpu_hours: 1.0}}\n")
+    plan = ended(file)
+    limits = {cell.method: cell.recipe(plan.limits(cell)).budget.limits() for cell in plan.cells}
+    assert {key for key, _ in limits["eqlen"]} == {"steps", "gpu_hours"}
+    assert {key for key, _ in limits["grpo"]} == {"flops"}
 
 
 def test_a_recipe_of_several_nodes_is_for_slurm(sweep):

@@ -71,6 +71,15 @@ def test_the_base_is_every_runs_first_evaluation(plan, tables):
     assert base["sums"]["paper"]["mean"] == pytest.approx(np.mean(before))
 
 
+def test_a_sweep_that_names_no_tables_shows_the_base_and_all_methods(tmp_path):
+    plan = ended(write_sweep(tmp_path, SWEEP.partition("tables:")[0]))
+    write_results(plan)
+    made = json.loads((plan.sweep.path / "tables.json").read_text())["tables"]
+    labels = {table["title"]: [row["Method"] for row in table["rows"]] for table in made}
+    methods = ["GRPO", "EqLen", "Mean reward"]
+    assert labels == {"Accuracy": ["base", *methods], "Efficiency": methods}
+
+
 def test_efficiency_counts_effective_samples_of_what_was_spent(tables):
     grpo, eqlen = tables["Efficiency"]
     assert (grpo["Method"], eqlen["Method"]) == ("GRPO", "EqLen")
@@ -262,6 +271,13 @@ def test_an_oscillation_is_the_relative_change_from_step_to_step(tmp_path):
     assert of([1.0, 3.0] * 20) == pytest.approx(1.0)
     assert of([0.0, 5.0]) == 2
     assert of([9.0, 1.0, *[2.0] * 11]) == 0, "the newest ten"
+
+
+def test_the_accuracy_before_training_has_cost_nothing(plan):
+    folder = cell_of(plan, "tiny/eqlen-seed1").folder
+    x, y = read_curves(folder, "flops")["Accuracy on sums, %"]
+    assert x.tolist() == [0, 4 * (500 + 20)]
+    assert y == pytest.approx([100 * np.mean(rewards(folder, label)) for label in ("before", "after")])
 
 
 def test_effective_samples_add_up(tmp_path):
