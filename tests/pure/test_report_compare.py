@@ -167,7 +167,6 @@ def test_a_run_that_was_measured_otherwise_after_training_is_said(tmp_path):
     assert "Unequal evaluations of aime25: they differ in rollout" in tables_of(tmp_path)["notes"]
 
 
-<<<<<<< HEAD
 def test_own_code_that_changed_between_seeds_is_said(tmp_path):
     for seed, digest in ((0, "one"), (1, "two")):
         run = make_run(tmp_path, seed, right=1)
@@ -176,10 +175,7 @@ def test_own_code_that_changed_between_seeds_is_said(tmp_path):
     assert note == "Unequal inputs: lab.rules:score changed between runs (contents.json has each one's)"
 
 
-def test_a_step_without_the_metric_is_in_no_mean(tmp_path):
-=======
 def test_a_reward_is_that_of_the_last_tenth_and_a_step_without_it_is_in_no_mean(tmp_path):
->>>>>>> mutants
     folder = make_run(tmp_path, 0, 12, steps=20)
     rows = [{"step": n, "time": 0.0, "policy/reward": n / 100} for n in range(1, 21)]
     del rows[-1]["policy/reward"]
