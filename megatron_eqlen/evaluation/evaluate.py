@@ -99,7 +99,8 @@ def _answers(group: Rollout) -> Answers:
         if part.grade and not 0 <= part.grade.reward <= 1:
             raise ValueError(
                 f"evaluation.benchmarks: {group.prompt.source}: avg@k and pass@k are of rewards in [0, 1], "
-                f"{part.grade.grader} gave {part.grade.reward:g}: give the benchmark a grader of its own"
+                f"{part.grade.grader} gave {part.grade.reward:g}: give the benchmark a grader of its own, "
+                "or let the environment grade in [0, 1]"
             )
     return Answers(
         prompt_id=group.prompt_id,
