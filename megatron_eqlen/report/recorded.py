@@ -55,16 +55,17 @@ def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
 
 
 class RecordedStep:
-    """The rollouts in some of a step's ``files``. Raises ValueError naming a file that is damaged."""
+    """The rollouts that some of a step's ``files`` hold. Raises ValueError naming a file that is damaged."""
 
     def __init__(self, files: Sequence[Path], job: Job | None) -> None:
-        # training compares with all of the step
-        every = [*dict.fromkeys([*step_files(files[0].parent), *files])]
-        for path in every:
+        # training compares with all of the step, and trains the last of two attempts at a rollout
+        self._files = [*dict.fromkeys([*step_files(files[0].parent), *files])]
+        for path in self._files:
             check_file(path)
-        self._files, mine = files, {rollout_key(rollout) for rollout in read_skeletons(files)}
-        rollouts = read_skeletons(every)
-        self.rollouts = [rollout for rollout in rollouts if rollout_key(rollout) in mine]
+        self.rollouts = rollouts = read_skeletons(self._files)
+        if len(files) < len(self._files):
+            mine = {rollout_key(rollout) for rollout in read_skeletons(files)}
+            self.rollouts = [rollout for rollout in rollouts if rollout_key(rollout) in mine]
         probed = any(part.role == PROBE for rollout in rollouts for part in rollout.parts)
         self.training = Training(rollouts, None if probed else job)
 

@@ -228,7 +228,7 @@ def test_inspect_reads_a_file_a_step_or_all_steps(run, model):
 
 
 def test_a_file_alone_shows_advantages_among_all_of_its_step(tmp_path, model):
-    """Those that are standardized over the batch, whose other rollouts lie in other ranks' files."""
+    """REINFORCE++ standardizes over the batch, whose other rollouts lie in other ranks' files."""
     whole = recipe(model, objective="reinforce_pp")
     run = write_run(tmp_path, whole, {"step-00000000": [example_stream()]})
     step, right = run / "streams/step-00000000", segment(make_tokenizer(model), "it is seven", RIGHT)
@@ -236,6 +236,11 @@ def test_a_file_alone_shows_advantages_among_all_of_its_step(tmp_path, model):
     kit.record(step / "rank-1.arrow", [stream])
     alone = [printed(step / f"rank-{rank}.arrow", model).splitlines() for rank in (0, 1)]
     assert sorted(alone[0] + alone[1]) == sorted(printed(step, model).splitlines()[1:])
+    # generated again by a resumed step, with one token more: that is what was trained
+    longer = segment(make_tokenizer(model), "it is seven now", RIGHT)
+    again = kit.stream(prompt(2), 0, 0, [(longer, dataclasses.replace(longer, grade=None))], "max_pairs")
+    kit.record(step / "rank-1-2.arrow", [again])
+    assert printed(step / "rank-1.arrow", model) == printed(step / "rank-1-2.arrow", model)
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "file.jsonl", "file.arrow"])
