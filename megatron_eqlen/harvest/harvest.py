@@ -86,7 +86,6 @@ def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) ->
             asked = f"{len(prompt.token_ids)} tokens + {recipe.longest_response_text} = {path}"
             raise ValueError(f"prompt {prompt.prompt_id}: {asked} exceed the engine's {engine.max_model_len}")
         if max(prompt.token_ids) >= engine.vocab_size or min(prompt.token_ids) < 0:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: expected token ids in 0..{engine.vocab_size - 1}, found "
-                f"{min(prompt.token_ids)} to {max(prompt.token_ids)}"
-            )
+            found = f"{min(prompt.token_ids)} to {max(prompt.token_ids)}"
+            expected = f"expected token ids in 0..{engine.vocab_size - 1}"
+            raise ValueError(f"prompt {prompt.prompt_id}: {expected}, found {found}")

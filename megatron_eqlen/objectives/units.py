@@ -80,18 +80,14 @@ def _check(rollout: Rollout, recipe: Recipe) -> None:
     weights = recipe.reward.weights.keys()
     for grade in (part.grade for part in rollout.parts if part.grade):
         if grade.rewards.keys() != weights:
-            raise ValueError(
-                f"{where}: grader {grade.grader}: expected rewards (reward.weights) "
-                f"{', '.join(weights) or 'without names'}, found "
-                f"{', '.join(grade.rewards) or 'one without a name'}"
-            )
+            expected = f"expected rewards (reward.weights) {', '.join(weights) or 'without names'}"
+            found = ", ".join(grade.rewards) or "one without a name"
+            raise ValueError(f"{where}: grader {grade.grader}: {expected}, found {found}")
     # columns that a key of the recipe switches on: all tokens have them, or none
     for name, column in COLUMNS.items():
         if column.needed_by != "loss" or column.keep_key is None:
             continue
         wanted = name in recipe.rollout.columns
         if any(wanted != (name in part.tokens) and len(part) for part in rollout.parts):
-            raise ValueError(
-                f"{where}: rollout.{column.keep_key}: {str(wanted).lower()}, found a rollout recorded "
-                f"{'without' if wanted else 'with'} the column {name}"
-            )
+            key, has = f"rollout.{column.keep_key}: {str(wanted).lower()}", "without" if wanted else "with"
+            raise ValueError(f"{where}: {key}, found a rollout recorded {has} the column {name}")

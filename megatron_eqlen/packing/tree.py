@@ -144,10 +144,9 @@ class Forest:
         over = np.flatnonzero(self.live & (path > max_tokens_per_row))
         if over.size:
             node = int(over[np.argmax(path[over])])
-            raise TreeError(
-                f"{self.where(node)}: the path that ends there takes {path[node]} positions; "
-                f"a row has {max_tokens_per_row} (packing.max_tokens_per_row)"
-            )
+            takes = f"the path that ends there takes {path[node]} positions"
+            has = f"a row has {max_tokens_per_row} (packing.max_tokens_per_row)"
+            raise TreeError(f"{self.where(node)}: {takes}; {has}")
 
     def _check(self, fits: np.ndarray) -> None:
         """Raise TreeError for a node whose parent does not fit, or supervised without a column of the loss.

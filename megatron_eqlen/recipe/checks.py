@@ -44,7 +44,8 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
 
 
 def _unread_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield keys of data sets, and of supervised training, that nothing reads."""
+    """Yield keys of data sets, and of supervised training, that nothing reads. Not among the checks of every
+    recipe: a run that began with one is still read."""
     sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
     for key, each in ((f"{key}.{n}", each) for key, of in sections.items() for n, each in enumerate(of)):
         bounds = {getattr(each, f"{bound}_difficulty", None) for bound in ("min", "max")}
@@ -58,8 +59,8 @@ def _unread_problems(recipe: Recipe) -> Iterator[str]:
         if each.reader == "livecodebench" and (chosen := each.config or each.split):
             yield f"{key}: config and split have no effect: since and until choose problems, found {chosen}"
     for key, value, _, _ in _set_keys(recipe) if recipe.supervised else ():
-        if key in ("packing.layout", "report.keep_streams"):
-            yield f"{key}: {shown(value)} has no effect with objective: sft: leave it out"
+        if key in OF_RECORDS:
+            yield f"{key}: {shown(value)} {NOT_SUPERVISED}"
     if recipe.supervised and recipe.loss.loss_agg_mode in ("seq-mean-token-sum-norm", "delta-l"):
         divides = "divides by rollout.max_response_length: without samples use seq-mean-token-sum"
         yield f"loss.loss_agg_mode: {recipe.loss.loss_agg_mode} {divides}"
@@ -204,21 +205,23 @@ OF_SAMPLES = (
     "rollout.mismatch",
 )  # fmt: skip
 """Keys and sections without effect where no response is sampled for training."""
+OF_RECORDS = "packing.layout", "report.keep_streams"
+"""More keys without effect there, which a run's recipe may hold."""
 OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
 """Sections and keys without effect without ``evaluation.benchmarks``, be they none, either."""
+NOT_SUPERVISED = "has no effect with objective: sft: leave it out"
 
 
 def _supervised_problems(recipe: Recipe) -> Iterator[str]:
-    end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
-        yield f"sampling: {recipe.sampling} {end}"
+        yield f"sampling: {recipe.sampling} {NOT_SUPERVISED}"
     # A recipe that lists benchmarks, even none, may carry keys of the engine.
     useless = OF_SAMPLES + (() if "benchmarks" in recipe.evaluation.model_fields_set else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):
         section, _, name = key.partition(".")
         unused = is_under(key, useless) or (section == "data" and name.endswith(".grader"))
         if unused or (section == "loss" and name not in SUPERVISED):
-            yield f"{key}: {shown(value)} {end}"
+            yield f"{key}: {shown(value)} {NOT_SUPERVISED}"
     for number, source in enumerate(recipe.data.sources):
         if source.reader not in ANY_COLUMNS and not is_import_path(source.reader):
             key = f"data.sources.{number}.reader: objective: sft trains responses"

@@ -105,7 +105,7 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
         if hold is not None:
             # a later start of the same SLURM job may have taken the folder over
             hold.check()
-        for _, why in () if benchmark else unforked(job.recipe, step.metrics):
+        for _, why in unforked(job.recipe, step.metrics):
             session.progress.warn(why)
         session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
 
