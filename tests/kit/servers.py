@@ -17,6 +17,9 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+HELD: list[socket.socket] = []
+"""Sockets whose ports are taken."""
+
 STARTED: dict[str, Process] = {}
 """Servers, by URL, that run until the last test of a group of files has ended."""
 
@@ -35,12 +38,15 @@ def wait_until_up(url: str, process: Process) -> None:
             return
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.5)
-    raise RuntimeError(f"the server of {url} stopped")
+    raise RuntimeError(f"the server of {url} stopped: {getattr(process, 'stderr', None)}")
 
 
 def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Return ports at which servers of this process's tests can listen. It holds them until it ends: the
+    kernel gives a free port to the next that asks, long before a server has loaded its model."""
+    for _ in range(count):
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like a server, which may bind it then
+        held.bind(("127.0.0.1", 0))
+        HELD.append(held)
+    return [held.getsockname()[1] for held in HELD[-count:]]
