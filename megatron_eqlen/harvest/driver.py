@@ -18,6 +18,7 @@ from itertools import chain, takewhile
 from operator import eq
 
 from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
+from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
 from megatron_eqlen.harvest.prompt_routes import PromptRoutes
@@ -40,9 +41,11 @@ class Driver:
     """Runs harvesters on an engine until all are complete or the budget is used up."""
 
     def __init__(
-        self, engine: Decoder, plan: HarvestPlan, meter: Meter, observers: Sequence[HarvestObserver]
-    ) -> None:
-        self.engine, self.plan, self.meter, self.observers = engine, plan, meter, observers
+        self, engine: Decoder, plan: HarvestPlan, meter: Meter, dialogues: Dialogues,
+        observers: Sequence[HarvestObserver],
+    ) -> None:  # fmt: skip
+        self.engine, self.plan, self.observers = engine, plan, observers
+        self.meter, self.dialogues = meter, dialogues
         self.rollout = plan.recipe.rollout
         self.partial = {partial.key: partial for partial in plan.progress.partial}
         self.waiting: deque[tuple[RolloutKey, Harvester]] = deque()
@@ -61,7 +64,6 @@ class Driver:
         self.finished: dict[RolloutKey, Rollout] = {}
         """Complete and suspended rollouts."""
         self.prompt_routes = PromptRoutes(self.running, self.rollout.keep_routes)
-        self.dialogues = meter.dialogues
         self.prefills: dict[str, tuple[int, int]] = {}
         """By request id: (tokens of its path that the step has computed before, tokens of the path)."""
         self.prompts = [rollout.prompt.token_ids for rollout in plan.progress.rollouts]

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 
 from megatron_eqlen.engines.protocol import Decoder
-from megatron_eqlen.harvest.dialogues import grade_again
+from megatron_eqlen.harvest.dialogues import Dialogues, grade_again
 from megatron_eqlen.harvest.driver import Driver
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
@@ -36,8 +36,9 @@ def harvest(
     suspended. Raises ValueError for prompts that do not fit, EngineError for an engine that died or hangs.
     """
     check_prompts(plan.prompts, plan.recipe, engine)
-    meter = Meter(engine, plan)
-    driver = Driver(engine, plan, meter, observers)
+    dialogues = Dialogues(plan.conversations)
+    meter = Meter(engine, plan, dialogues)
+    driver = Driver(engine, plan, meter, dialogues, observers)
     harvesters = _harvesters(plan)
     # a recorded rollout is a result as it is; one whose environment cannot repeat its grades is made again
     talks = plan.conversations

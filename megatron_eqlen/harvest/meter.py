@@ -26,12 +26,11 @@ class Meter:
     tokens of earlier steps. ``counts`` are this attempt's: the recorder writes them, and the next adds them.
     """
 
-    def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:
+    def __init__(self, engine: Decoder, plan: HarvestPlan, dialogues: Dialogues) -> None:
         progress, rollout = plan.progress, plan.recipe.rollout
-        self.engine, self.block_size = engine, rollout.block_size
-        self.dialogues = Dialogues(plan.conversations)
+        self.engine, self.dialogues, self.block_size = engine, dialogues, rollout.block_size
         # one counter for both: it is recorded as one note
-        self.counts = self.dialogues.counts
+        self.counts = dialogues.counts
         self.earlier_counts = progress.counts
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
         self.forks: dict[str, int] = {}
