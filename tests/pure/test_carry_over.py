@@ -4,6 +4,7 @@ and are trained as if nothing had interrupted them."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 import tempfile
@@ -369,6 +370,66 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
         found.append([run.step(number, prompts_of(number, 1), budget=10) for number in range(5)])
     assert found[0] == found[1]
     assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.parts)
+
+
+def alike(ids: list[int], others: list[int]) -> int:
+    """Return the number of first tokens that are the same."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(ids), len(others)))
+
+
+class Caching(Lockstep):
+    """Keeps what it has computed until the weights change. Its tokens occur once, so that paths share what
+    one has of the other and nothing else."""
+
+    def __init__(self, *arguments, **settings) -> None:
+        super().__init__(*arguments, **settings)
+        self.fresh, self.computes, self.known = itertools.count(1000), {}, {}
+        self.prefills: list[tuple[int, int]] = []
+        """(tokens of the path that were computed before, tokens of the path) of each request of the step."""
+
+    def begin(self) -> None:
+        self.policy_version += 1
+        self.computes.clear()
+        self.prefills.clear()
+
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+        super().submit(request_id, token_ids, max_tokens, seed, path_rows)
+        length = min(max_tokens, random.Random(seed + len(token_ids)).randint(2, 12))
+        tokens = [*itertools.islice(self.fresh, length - 1), 8 if length < max_tokens else next(self.fresh)]
+        self.requests[request_id] = tokens, len(token_ids)
+        # a token is computed as the next one is sampled
+        computed = [path + ids[: max(self.delivered[n] - 1, 0)] for n, (path, ids) in self.computes.items()]
+        shared = [alike(token_ids, other) for other in computed]
+        self.known[request_id] = max(shared, default=0), len(token_ids)
+        self.computes[request_id] = list(token_ids), tokens
+
+    def _delta(self, name):
+        if not self.delivered[name]:
+            self.prefills.append(self.known[name])
+        return super()._delta(name)
+
+
+@pytest.mark.parametrize("environment", [False, True], ids=["", "environment"])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_a_step_computes_of_each_path_what_it_has_not_computed_before(kind, environment, tmp_path):
+    recipe = recipe_of(SIMPLE | {"kind": kind, "limit": 40}, block_size=2)
+    run = Run(tmp_path, recipe, 0.1, dealt() if environment else None)
+    run.engine = Caching(random.Random(0), 0.1)
+    resumed = 0
+    for number in range(4):
+        run.engine.begin()
+        # prompts that share three of four tokens, in no order
+        new = [replace(p, token_ids=[1, 2, number, p.number * 7 % 5]) for p in prompts_of(number, 2)]
+        run.step(number, new, budget=60)
+        cached = [min(before, after - 1) // 2 * 2 for before, after in run.engine.prefills]
+        both = [(before, after - 1) for before, (_, after) in zip(cached, run.engine.prefills, strict=True)]
+        prefilled = sum(after - before for before, after in both)
+        assert run.metrics[-1]["harvest/prefilled_tokens"] == prefilled
+        seen = sum((after - before) * (after + 1 + before) // 2 for before, after in both)
+        assert run.metrics[-1]["harvest/prefill_context"] == seen / prefilled
+        resumed += run.metrics[-1]["harvest/carried_tokens"] > 0
+    assert resumed
 
 
 @pytest.mark.parametrize("carries", [True, False])
