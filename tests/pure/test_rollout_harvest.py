@@ -544,6 +544,20 @@ def test_speeds_are_of_this_attempt_and_counts_of_all(monkeypatch):
     assert metrics["harvest/slot_occupancy"] == (20 + engine.deltas) / (6 * (7 + steps))
 
 
+def test_what_prompts_share_is_computed_once_also_in_several_attempts():
+    prompts = [Prompt(name, [1, *ids], "q", "math", "0") for name, ids in (("a", [5, 5, 5]), ("b", [0]))]
+    prompts.append(Prompt("c", [1, 5, 5, 6], "q", "math", "0"))
+    recipe = make_recipe(rollout={"block_size": 1})
+
+    def prefilled(prompts: list[Prompt], *recorded: Rollout) -> tuple[list[Rollout], float]:
+        plan = HarvestPlan(prompts, recipe, EOS, seed=0, progress=HarvestProgress(recorded))
+        rollouts, metrics = harvest(ScriptedEngine(random.Random(0)), plan)
+        return rollouts, metrics["harvest/prefilled_tokens"]
+
+    (recorded, first), (_, whole) = prefilled(prompts[:2]), prefilled(prompts)
+    assert first + prefilled(prompts, *recorded)[1] == whole
+
+
 TWO = {"routes": np.zeros((2, 1, 2), np.uint8)}
 
 

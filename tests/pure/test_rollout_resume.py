@@ -190,6 +190,7 @@ def recipe_of(case: dict) -> Recipe:
         rollout={
             "max_response_length": case["limit"],
             "max_num_seqs": case["max_num_seqs"],
+            "block_size": 1,
             "tokens_per_step": case["budget"],
             "keep_routes": case["routes"],
             "carry_over": case["carry_over"] and case["budget"] is not None,
