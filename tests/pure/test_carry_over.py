@@ -43,6 +43,7 @@ from megatron_eqlen.record.recorder import OPEN_FILES, Recorder, record_grades
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
+from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import (
     Delta,
@@ -56,6 +57,7 @@ from megatron_eqlen.types import (
     training_order,
 )
 from tests.kit.marks import examples
+from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
 from tests.pure.test_rollout_resume import Killed, Lockstep, dealt
 
@@ -140,7 +142,7 @@ class Run:
                 prompts, recipe, EOS, seed=harvest_seed(seed, number), progress=progress,
                 conversations=self.conversations,
             )  # fmt: skip
-            rollouts, metrics = harvest(engine, plan, [recorder])
+            rollouts, metrics = harvest(engine, plan, [recorder, OnPart(check_is_new)])
         self.metrics.append(metrics)
         if not any(rollout.suspended for rollout in rollouts):
             remove_open_tracks(files, asked)
@@ -177,6 +179,10 @@ class Run:
             for segment, response in graded.ended():
                 segment.grade = segment.grade or Grade(reward_of(response), "wrong")
         return rollouts
+
+
+def check_is_new(harvester: Harvester, part: Part) -> None:
+    assert not part.carried, "an earlier step graded it"
 
 
 def taught(rollout: Rollout, part: Part) -> np.ndarray:
