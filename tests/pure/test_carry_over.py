@@ -8,6 +8,7 @@ import itertools
 import random
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.environment import Observation
 from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -59,7 +61,7 @@ from megatron_eqlen.types import (
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
-from tests.pure.test_rollout_resume import Killed, Lockstep, dealt
+from tests.pure.test_rollout_resume import Dealer, Killed, Lockstep, dealt
 
 SAMPLINGS = {
     "equal_length": {},
@@ -436,6 +438,23 @@ def test_a_step_computes_of_each_path_what_it_has_not_computed_before(kind, envi
         assert run.metrics[-1]["harvest/prefill_context"] == seen / prefilled
         resumed += run.metrics[-1]["harvest/carried_tokens"] > 0
     assert resumed
+
+
+def test_where_a_budget_ends_no_environment_is_waited_for_that_repeats_nothing(tmp_path):
+    begun, ends = threading.Event(), threading.Event()
+
+    class Slow(Dealer):
+        def step(self, message: str) -> Observation:
+            begun.set()
+            ends.wait(5)
+            return super().step(message)
+
+    run = Run(tmp_path, recipe_of(SIMPLE), 0.2, dealt(Slow))
+    run.step(0, prompts_of(0, 2), budget=24)
+    ends.set()
+    assert begun.wait(5)
+    assert run.metrics[0]["environment/turns"] == 0, "all are still under way"
+    assert run.suspended
 
 
 @pytest.mark.parametrize("carries", [True, False])
