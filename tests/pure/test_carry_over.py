@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import re
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -95,6 +97,8 @@ class Run:
     """Metrics of each harvest that ended."""
     engine: Lockstep | None = None
     """Engine to use instead of a new one for each harvest."""
+    held: Counter = field(default_factory=Counter)
+    """Tokens of each track, and final parts of each rollout, that the newest attempt resumed."""
 
     def step(
         self, number: int, new: list[Prompt], budget: int | None, replicas: int = 1, kills: Sequence[int] = ()
@@ -130,6 +134,14 @@ class Run:
         files = recorded_files(folder)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
         progress = read_progress(folder, prompts, self.recipe, mine)
+        for partial in progress.partial:
+            held = {(partial.key, number): len(tokens) for number, tokens in partial.tracks.items()}
+            held[partial.key, "parts"] = len(partial.final)
+            lost = [
+                key for key, count in self.held.items() if key[0] == partial.key and held.get(key, 0) < count
+            ]
+            assert not lost, "what was recorded is resumed from then on"
+            self.held |= held
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": budget})
         engine = Lockstep(
             random.Random(0), self.end, max_num_seqs=5, policy_version=number,
@@ -276,10 +288,59 @@ SIMPLE = {
 def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_that_trains_all_at_once(
     case, steps, interval
 ):
+    check_trained_once(case, steps, interval)
+
+
+class Slow(Dealer):
+    """Has not repeated, when a small budget ends, what tracks follow."""
+
+    seconds = 0.005
+
+    def step(self, message: str) -> Observation:
+        time.sleep(self.seconds)
+        return super().step(message)
+
+
+def test_parts_that_follow_an_answer_are_not_lost_where_the_environment_is_slow():
+    case = SIMPLE | {"seed": 241, "limit": 10, "end": 0.05, "teacher": True, "environment": True}
+    check_trained_once(case, [(1, 20, 1, []), (0, 5, 1, []), (1, 5, 1, [])], 0.0, Slow)
+
+
+class UntilForked(Lockstep):
+    """Dies when the third track of a rollout has tokens."""
+
+    def age(self):
+        if any(re.search("/2(:|$)", name) and count > 1 for name, count in self.delivered.items()):
+            raise Killed
+
+
+def test_forks_that_follow_an_answer_are_not_lost_where_the_budget_ends_before_it_is_repeated(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(Slow, "seconds", 0.0)
+    run, prompts = Run(tmp_path, recipe_of(SIMPLE), 0.1, dealt(Slow)), prompts_of(0, 1)
+    run.engine = UntilForked(random.Random(0), 0.1)
+    with pytest.raises(Killed):
+        run.attempt(tmp_path / step_name(0), 0, 0, prompts, {}, 1000, None)
+    left = read_progress(tmp_path / step_name(0), prompts, run.recipe)
+    assert any(2 in partial.tracks for partial in left.partial)
+    run.engine, carried = Lockstep(random.Random(0), 0.1), {}
+    monkeypatch.setattr(Slow, "seconds", 0.05)
+    for number, budget in ((0, left.generated_tokens), (1, 1)):
+        suspended = run.attempt(tmp_path / step_name(number), number, 0, prompts, carried, budget, None)
+        carried = {rollout_key(rollout): RolloutOrigin(0) for rollout in suspended if rollout.suspended}
+    resumed = read_progress(tmp_path / step_name(2), prompts, run.recipe, carried).partial
+    tracks = {partial.key: set(partial.tracks) for partial in resumed}
+    assert tracks
+    assert all(tracks[each.key] >= set(each.tracks) for each in left.partial if each.key in tracks)
+
+
+def check_trained_once(case: dict, steps: list, interval: float, cls: type[Dealer] = Dealer) -> None:
     recipe = recipe_of(case)
     lessons, complete = {}, {}
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
-        run = Run(Path(home), recipe, case["end"], dealt() if case["environment"] else None)
+        run = Run(Path(home), recipe, case["end"], dealt(cls) if case["environment"] else None)
         last = (len(steps), (0, None, 2, []))
         for number, (new, budget, replicas, kills) in [*enumerate(steps), last]:
             rollouts = run.step(number, prompts_of(number, new), budget, replicas, kills)
@@ -443,13 +504,13 @@ def test_a_step_computes_of_each_path_what_it_has_not_computed_before(kind, envi
 def test_where_a_budget_ends_no_environment_is_waited_for_that_repeats_nothing(tmp_path):
     begun, ends = threading.Event(), threading.Event()
 
-    class Slow(Dealer):
+    class Waiting(Dealer):
         def step(self, message: str) -> Observation:
             begun.set()
             ends.wait(5)
             return super().step(message)
 
-    run = Run(tmp_path, recipe_of(SIMPLE), 0.2, dealt(Slow))
+    run = Run(tmp_path, recipe_of(SIMPLE), 0.2, dealt(Waiting))
     run.step(0, prompts_of(0, 2), budget=24)
     ends.set()
     assert begun.wait(5)
