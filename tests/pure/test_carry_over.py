@@ -134,7 +134,8 @@ class Run:
         files = recorded_files(folder)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
         progress = read_progress(folder, prompts, self.recipe, mine)
-        for partial in progress.partial:
+        ended = {*map(rollout_key, progress.rollouts)}  # in this step, in an earlier attempt
+        for partial in (each for each in progress.partial if each.key not in ended):
             held = {(partial.key, number): len(tokens) for number, tokens in partial.tracks.items()}
             held[partial.key, "parts"] = len(partial.final)
             lost = [
