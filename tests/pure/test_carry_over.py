@@ -240,7 +240,7 @@ cases = st.fixed_dictionaries(
         "average": st.sampled_from([None, *AGGREGATIONS.keys() - RATIOS]),
         "minibatches": st.integers(1, 2),
         "overlong": st.sampled_from([0, 8]),
-        "seed": st.integers(0, 2**32),
+        "seed": st.integers(0, 2**32 - 1),
         "end": st.sampled_from([0.05, 0.15, 0.4]),
         "limit": st.integers(4, 24),
     }
@@ -295,7 +295,7 @@ def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_th
 class Slow(Dealer):
     """Has not repeated, when a small budget ends, what tracks follow."""
 
-    seconds = 0.005
+    seconds = 0.02
 
     def step(self, message: str) -> Observation:
         time.sleep(self.seconds)
