@@ -236,9 +236,12 @@ def test_metrics_are_those_of_the_rows(multiple):
     assert len(rows) / 2 % multiple == 0
     used, computed = sum(row.num_tokens for row in rows), sum(len(row.labels) for row in rows)
     unique = (4 + 8 * 10) + (4 + 2 * 6) + (4 + 2 * 9)
+    # each position is visible from itself to its node's end
+    pairs = sum((row.visible_until - np.arange(len(row.labels)))[: row.num_tokens].sum() for row in rows)
     expected = {
         "rows": len(rows), "tokens": used, "computed_tokens": computed, "unique_tokens": unique,
         "repeated_tokens": used - unique, "pruned_tokens": 2 * 3, "fill": used / computed,
+        "context": pairs / used,
         "budget_fill": used / (44 * len(rows)), "supervised_tokens": unique - 3 * 4,
         "expanded_tokens": sum(4 + 10 * (pair + 1) for pair in range(4) for _ in "ab") + 2 * 10 + 2 * 13,
     }  # fmt: skip
