@@ -329,7 +329,6 @@ class Driver:
         # suspend those that have not started
         for key, harvester in self.waiting:
             if self.may_suspend(key):
-                harvester.start()  # its tracks get no token
                 self.suspend(key, harvester)
         self.waiting.clear()
 

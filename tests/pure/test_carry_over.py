@@ -4,9 +4,13 @@ and are trained as if nothing had interrupted them."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+import re
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +25,7 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.environment import Observation
 from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -42,6 +47,7 @@ from megatron_eqlen.record.recorder import OPEN_FILES, Recorder, record_grades
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
+from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import (
     Delta,
@@ -55,8 +61,9 @@ from megatron_eqlen.types import (
     training_order,
 )
 from tests.kit.marks import examples
+from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
-from tests.pure.test_rollout_resume import Killed, Lockstep, dealt
+from tests.pure.test_rollout_resume import Dealer, Killed, Lockstep, dealt
 
 SAMPLINGS = {
     "equal_length": {},
@@ -90,6 +97,8 @@ class Run:
     """Metrics of each harvest that ended."""
     engine: Lockstep | None = None
     """Engine to use instead of a new one for each harvest."""
+    held: Counter = field(default_factory=Counter)
+    """Tokens of each track, and final parts of each rollout, that the newest attempt resumed."""
 
     def step(
         self, number: int, new: list[Prompt], budget: int | None, replicas: int = 1, kills: Sequence[int] = ()
@@ -125,6 +134,15 @@ class Run:
         files = recorded_files(folder)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
         progress = read_progress(folder, prompts, self.recipe, mine)
+        ended = {*map(rollout_key, progress.rollouts)}  # in this step, in an earlier attempt
+        for partial in (each for each in progress.partial if each.key not in ended):
+            held = {(partial.key, number): len(tokens) for number, tokens in partial.tracks.items()}
+            held[partial.key, "parts"] = len(partial.final)
+            lost = [
+                key for key, count in self.held.items() if key[0] == partial.key and held.get(key, 0) < count
+            ]
+            assert not lost, "what was recorded is resumed from then on"
+            self.held |= held
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": budget})
         engine = Lockstep(
             random.Random(0), self.end, max_num_seqs=5, policy_version=number,
@@ -139,7 +157,7 @@ class Run:
                 prompts, recipe, EOS, seed=harvest_seed(seed, number), progress=progress,
                 conversations=self.conversations,
             )  # fmt: skip
-            rollouts, metrics = harvest(engine, plan, [recorder])
+            rollouts, metrics = harvest(engine, plan, [recorder, OnPart(check_is_new)])
         self.metrics.append(metrics)
         if not any(rollout.suspended for rollout in rollouts):
             remove_open_tracks(files, asked)
@@ -176,6 +194,10 @@ class Run:
             for segment, response in graded.ended():
                 segment.grade = segment.grade or Grade(reward_of(response), "wrong")
         return rollouts
+
+
+def check_is_new(harvester: Harvester, part: Part) -> None:
+    assert not part.carried, "an earlier step graded it"
 
 
 def taught(rollout: Rollout, part: Part) -> np.ndarray:
@@ -267,10 +289,59 @@ SIMPLE = {
 def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_that_trains_all_at_once(
     case, steps, interval
 ):
+    check_trained_once(case, steps, interval)
+
+
+class Slow(Dealer):
+    """Has not repeated, when a small budget ends, what tracks follow."""
+
+    seconds = 0.02
+
+    def step(self, message: str) -> Observation:
+        time.sleep(self.seconds)
+        return super().step(message)
+
+
+def test_parts_that_follow_an_answer_are_not_lost_where_the_environment_is_slow():
+    case = SIMPLE | {"seed": 241, "limit": 10, "end": 0.05, "teacher": True, "environment": True}
+    check_trained_once(case, [(1, 20, 1, []), (0, 5, 1, []), (1, 5, 1, [])], 0.0, Slow)
+
+
+class UntilForked(Lockstep):
+    """Dies when the third track of a rollout has tokens."""
+
+    def age(self):
+        if any(re.search("/2(:|$)", name) and count > 1 for name, count in self.delivered.items()):
+            raise Killed
+
+
+def test_forks_that_follow_an_answer_are_not_lost_where_the_budget_ends_before_it_is_repeated(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(Slow, "seconds", 0.0)
+    run, prompts = Run(tmp_path, recipe_of(SIMPLE), 0.1, dealt(Slow)), prompts_of(0, 1)
+    run.engine = UntilForked(random.Random(0), 0.1)
+    with pytest.raises(Killed):
+        run.attempt(tmp_path / step_name(0), 0, 0, prompts, {}, 1000, None)
+    left = read_progress(tmp_path / step_name(0), prompts, run.recipe)
+    assert any(2 in partial.tracks for partial in left.partial)
+    run.engine, carried = Lockstep(random.Random(0), 0.1), {}
+    monkeypatch.setattr(Slow, "seconds", 0.05)
+    for number, budget in ((0, left.generated_tokens), (1, 1)):
+        suspended = run.attempt(tmp_path / step_name(number), number, 0, prompts, carried, budget, None)
+        carried = {rollout_key(rollout): RolloutOrigin(0) for rollout in suspended if rollout.suspended}
+    resumed = read_progress(tmp_path / step_name(2), prompts, run.recipe, carried).partial
+    tracks = {partial.key: set(partial.tracks) for partial in resumed}
+    assert tracks
+    assert all(tracks[each.key] >= set(each.tracks) for each in left.partial if each.key in tracks)
+
+
+def check_trained_once(case: dict, steps: list, interval: float, cls: type[Dealer] = Dealer) -> None:
     recipe = recipe_of(case)
     lessons, complete = {}, {}
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
-        run = Run(Path(home), recipe, case["end"], dealt() if case["environment"] else None)
+        run = Run(Path(home), recipe, case["end"], dealt(cls) if case["environment"] else None)
         last = (len(steps), (0, None, 2, []))
         for number, (new, budget, replicas, kills) in [*enumerate(steps), last]:
             rollouts = run.step(number, prompts_of(number, new), budget, replicas, kills)
@@ -369,6 +440,83 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
         found.append([run.step(number, prompts_of(number, 1), budget=10) for number in range(5)])
     assert found[0] == found[1]
     assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.parts)
+
+
+def alike(ids: list[int], others: list[int]) -> int:
+    """Return the number of first tokens that are the same."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(ids), len(others)))
+
+
+class Caching(Lockstep):
+    """Keeps what it has computed until the weights change. Its tokens occur once, so that paths share what
+    one has of the other and nothing else."""
+
+    def __init__(self, *arguments, **settings) -> None:
+        super().__init__(*arguments, **settings)
+        self.fresh, self.computes, self.known = itertools.count(1000), {}, {}
+        self.prefills: list[tuple[int, int]] = []
+        """(tokens of the path that were computed before, tokens of the path) of each request of the step."""
+
+    def begin(self) -> None:
+        self.policy_version += 1
+        self.computes.clear()
+        self.prefills.clear()
+
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+        super().submit(request_id, token_ids, max_tokens, seed, path_rows)
+        length = min(max_tokens, random.Random(seed + len(token_ids)).randint(2, 12))
+        tokens = [*itertools.islice(self.fresh, length - 1), 8 if length < max_tokens else next(self.fresh)]
+        self.requests[request_id] = tokens, len(token_ids)
+        # a token is computed as the next one is sampled
+        computed = [path + ids[: max(self.delivered[n] - 1, 0)] for n, (path, ids) in self.computes.items()]
+        shared = [alike(token_ids, other) for other in computed]
+        self.known[request_id] = max(shared, default=0), len(token_ids)
+        self.computes[request_id] = list(token_ids), tokens
+
+    def _delta(self, name):
+        if not self.delivered[name]:
+            self.prefills.append(self.known[name])
+        return super()._delta(name)
+
+
+@pytest.mark.parametrize("environment", [False, True], ids=["", "environment"])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_a_step_computes_of_each_path_what_it_has_not_computed_before(kind, environment, tmp_path):
+    recipe = recipe_of(SIMPLE | {"kind": kind, "limit": 40}, block_size=2)
+    run = Run(tmp_path, recipe, 0.1, dealt() if environment else None)
+    run.engine = Caching(random.Random(0), 0.1)
+    resumed = 0
+    for number in range(4):
+        run.engine.begin()
+        # prompts that share three of four tokens, in no order
+        new = [replace(p, token_ids=[1, 2, number, p.number * 7 % 5]) for p in prompts_of(number, 2)]
+        run.step(number, new, budget=60)
+        cached = [min(before, after - 1) // 2 * 2 for before, after in run.engine.prefills]
+        both = [(before, after - 1) for before, (_, after) in zip(cached, run.engine.prefills, strict=True)]
+        prefilled = sum(after - before for before, after in both)
+        assert run.metrics[-1]["harvest/prefilled_tokens"] == prefilled
+        seen = sum((after - before) * (after + 1 + before) // 2 for before, after in both)
+        assert run.metrics[-1]["harvest/prefill_context"] == seen / prefilled
+        resumed += run.metrics[-1]["harvest/carried_tokens"] > 0
+    assert resumed
+
+
+def test_where_a_budget_ends_no_environment_is_waited_for_that_repeats_nothing(tmp_path):
+    begun, ends = threading.Event(), threading.Event()
+
+    class Waiting(Dealer):
+        def step(self, message: str) -> Observation:
+            begun.set()
+            ends.wait(5)
+            return super().step(message)
+
+    run = Run(tmp_path, recipe_of(SIMPLE), 0.2, dealt(Waiting))
+    run.step(0, prompts_of(0, 2), budget=24)
+    ends.set()
+    assert begun.wait(5)
+    assert run.metrics[0]["environment/turns"] == 0, "all are still under way"
+    assert run.suspended
 
 
 @pytest.mark.parametrize("carries", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.tree import Forest
-from megatron_eqlen.tokens import Placeholder, Tokens
+from megatron_eqlen.tokens import Placeholder, Ragged, Tokens
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.tree_samples import pack
 
@@ -53,6 +53,14 @@ def test_bad_sampling_masks_are_named(mask, message):
         pack([TokenTree("t", [Node(-1, Tokens.of([1, 2])), good, side(0, kept=mask)])], 16)
 
 
+@pytest.mark.parametrize(("counts", "last"), [((2, 1), -3.0), ((1, 2), math.nan)], ids=["counts", "nan"])
+def test_log_probs_that_do_not_fit_their_sampling_masks_are_named(counts, last):
+    logprobs = Ragged(np.array([-1, -2, last], np.float32), np.array(counts, np.uint8))
+    nodes = [Node(-1, Tokens.of([1, 2])), side(0, kept=[(3,), (4, 9)], kept_logprobs=logprobs)]
+    with pytest.raises(ValueError, match="node 1: expected a finite log-prob of each token in a sampling"):
+        pack([TokenTree("t", nodes)], 16)
+
+
 ROUTES = np.array([[[0, 1]], [[7, 3]]], np.uint8)
 """Routes of two tokens, through one layer, to two of eight experts."""
 
@@ -76,6 +84,13 @@ def test_bad_routes_are_named(experts, twice, message):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         check_routes(forest, np.arange(2), experts)
+
+
+def test_an_expert_that_a_later_layer_has_twice_is_named():
+    routes = np.array([[[0, 1], [2, 2]]] * 2, np.uint8)
+    forest = Forest.of([TokenTree("t", [Node(-1, Tokens.of([1])), side(0, routes=routes)])])
+    with pytest.raises(ValueError, match=r"different experts for a token, found \[2, 2\] in row 0"):
+        check_routes(forest, np.arange(2), 8)
 
 
 def test_routes_of_another_shape_are_named_though_the_arrays_are_elsewhere():

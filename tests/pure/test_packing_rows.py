@@ -142,6 +142,7 @@ def conversation(rng: np.random.Generator, number: int) -> TokenTree:
             "routes": (routes_of(ids) * np.array(own)[:, None, None]).astype(np.uint8),
             "kept": kept,
             "kept_logprobs": Ragged(-0.5 * kept.values, kept.counts),
+            "versions": ids % 3,
         }
         parent, weight = int(rng.integers(0, place)), float(rng.integers(0, 3))
         nodes.append(Node(parent, Tokens.of(ids, -0.01 * ids, **columns), float(place), weight))
@@ -164,7 +165,7 @@ def test_a_row_has_the_columns_of_tokens_that_the_policy_generated_and_no_others
     nodes = {token: node for tree in trees for node in tree.nodes for token in node.token_ids}
     own = [token for token, node in nodes.items() if token in node.token_ids[node.tokens.is_generated]]
     budget = max(longest_path(trees), 1) + 3
-    planned, trained = plan_rows(trees, budget, data_parallel=2), list[int]()
+    planned, trained = plan_rows(trees, budget, data_parallel=2, multiple_of=8), list[int]()
     for rows in map(planned.rows, range(2)):
         counts = [int((row.weights > 0).sum()) for row in rows]
         rows.others = {"old": [np.arange(1.0, count + 1) for count in counts], "ref": []}
@@ -172,8 +173,12 @@ def test_a_row_has_the_columns_of_tokens_that_the_policy_generated_and_no_others
             used = row.labels[: row.num_tokens]
             expected = np.where(np.isin(used, own)[:, None, None], routes_of(used), -1)
             assert not len(used) or np.array_equal(row.path_columns["routes"][: row.num_tokens], expected)
+            assert row.path_columns.keys() == ({"routes"} if len(used) else set())
+            assert all((values[row.num_tokens :] == -1).all() for values in row.path_columns.values())
             labels = row.labels[row.weights > 0].tolist()
             trained += labels
+            versions = np.where(row.weights > 0, row.labels % 3, -1)
+            assert np.array_equal(row.column("versions"), versions)
             assert row.advantages[row.weights > 0].tolist() == [nodes[label].advantage for label in labels]
             assert not count or [*map(tuple, row.columns["kept"])] == [*map(mask_of, labels)]
             assert np.allclose(row.column("logprobs")[row.weights > 0], -0.01 * np.array(labels))
@@ -231,9 +236,12 @@ def test_metrics_are_those_of_the_rows(multiple):
     assert len(rows) / 2 % multiple == 0
     used, computed = sum(row.num_tokens for row in rows), sum(len(row.labels) for row in rows)
     unique = (4 + 8 * 10) + (4 + 2 * 6) + (4 + 2 * 9)
+    # each position is visible from itself to its node's end
+    pairs = sum((row.visible_until - np.arange(len(row.labels)))[: row.num_tokens].sum() for row in rows)
     expected = {
         "rows": len(rows), "tokens": used, "computed_tokens": computed, "unique_tokens": unique,
         "repeated_tokens": used - unique, "pruned_tokens": 2 * 3, "fill": used / computed,
+        "context": pairs / used,
         "budget_fill": used / (44 * len(rows)), "supervised_tokens": unique - 3 * 4,
         "expanded_tokens": sum(4 + 10 * (pair + 1) for pair in range(4) for _ in "ab") + 2 * 10 + 2 * 13,
     }  # fmt: skip

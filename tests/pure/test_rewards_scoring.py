@@ -384,6 +384,8 @@ def test_a_grade_may_have_numbers_of_other_kinds(number):
     assert Grade(1.0, "scored", detail=nothing).detail == ""
     with pytest.raises(ValueError, match=r"^mine: expected right up to 1e15, got 1e\+16$"):
         Grade(1e16, "scored", grader="mine", rewards={"form": 0.5, "right": 1e16})
+    with pytest.raises(ValueError, match=r"^mine: expected a reward up to 1e15, got nan$"):
+        Grade(float("nan"), "scored", grader="mine")
 
 
 @pytest.mark.parametrize(("value", "message"), [

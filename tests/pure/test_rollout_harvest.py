@@ -24,7 +24,7 @@ from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import parse
-from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.rewards.measured import policy_metrics
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, every_rollout
@@ -350,6 +350,19 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
             assert stream == whole
 
 
+def test_a_budget_is_used_up_by_as_many_tokens():
+    """Four requests get a token each a step, and none ends."""
+
+    class Lockstep(ScriptedEngine):
+        def step(self):
+            return [self._delta(name) for name in list(self.requests)]
+
+    for budget, generated in ((7, 8), (8, 8), (9, 12)):
+        engine = Lockstep(random.Random(0), end=0.0, max_chunk=1)
+        _, metrics = harvested(engine, make_recipe(rollout={"tokens_per_step": budget}), prompts=1)
+        assert metrics["harvest/generated_tokens"] == generated
+
+
 @examples(12)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 40]))
 def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sampling, budget):
@@ -453,8 +466,9 @@ def test_the_worked_example_of_types(cached_at_end):
     assert {name: metrics[f"harvest/{name}"] for name in expected} == expected
 
 
+@pytest.mark.parametrize("carried", [False, True], ids=["new", "carried"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_rollout_begins_only_where_a_slot_is_free(slots):
+def test_a_rollout_begins_only_where_a_slot_is_free(slots, carried):
     begun: set[str] = set()
 
     class Slots(ScriptedEngine):
@@ -464,7 +478,10 @@ def test_a_rollout_begins_only_where_a_slot_is_free(slots):
             begun.add(rollout)
             super().submit(request_id, *arguments)
 
-    harvested(Slots(random.Random(0), max_num_seqs=slots), prompts=4)
+    # of an earlier step, whose budget was used up before they began
+    keys = [(prompt, index) for prompt in make_prompts(4) for index in range(2)] if carried else []
+    partial = [PartialRollout(*key, origin=RolloutOrigin(0), age=1) for key in keys]
+    harvested(Slots(random.Random(0), max_num_seqs=slots), prompts=4, progress=HarvestProgress((), partial))
     assert len(begun) == 4 * 2
 
 
@@ -527,6 +544,20 @@ def test_speeds_are_of_this_attempt_and_counts_of_all(monkeypatch):
     assert metrics["harvest/slot_occupancy"] == (20 + engine.deltas) / (6 * (7 + steps))
 
 
+def test_what_prompts_share_is_computed_once_also_in_several_attempts():
+    prompts = [Prompt(name, [1, *ids], "q", "math", "0") for name, ids in (("a", [5, 5, 5]), ("b", [0]))]
+    prompts.append(Prompt("c", [1, 5, 5, 6], "q", "math", "0"))
+    recipe = make_recipe(rollout={"block_size": 1})
+
+    def prefilled(prompts: list[Prompt], *recorded: Rollout) -> tuple[list[Rollout], float]:
+        plan = HarvestPlan(prompts, recipe, EOS, seed=0, progress=HarvestProgress(recorded))
+        rollouts, metrics = harvest(ScriptedEngine(random.Random(0)), plan)
+        return rollouts, metrics["harvest/prefilled_tokens"]
+
+    (recorded, first), (_, whole) = prefilled(prompts[:2]), prefilled(prompts)
+    assert first + prefilled(prompts, *recorded)[1] == whole
+
+
 TWO = {"routes": np.zeros((2, 1, 2), np.uint8)}
 
 
@@ -575,6 +606,8 @@ def test_a_request_may_be_lost_again_under_each_version_of_the_weights():
     rollouts, metrics = harvested(engine)
     assert {*engine.losses.values()} == {6}, "four times would be an error"
     assert metrics["harvest/retries"] == engine.losses.total()
+    _, kept = harvested(ScriptedEngine(random.Random(0), end=0.0, max_chunk=1))
+    assert metrics["harvest/prefilled_tokens"] == kept["harvest/prefilled_tokens"], "as those of a resume"
     assert {part.finish_reason for rollout in rollouts for part in rollout.parts} == {"length"}
 
 

@@ -29,6 +29,7 @@ from megatron_eqlen.record.reader import (
     read_skeletons,
     read_step,
     recorded_files,
+    remove_open_tracks,
     set_aside_stale,
     step_files,
 )
@@ -437,3 +438,38 @@ def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     set_aside_stale(folder, 3, 3)
     assert [path.name for path in (tmp_path / "stale-step-00000003").glob("open-*")] == ["open-rank-0.arrow"]
     assert recorded_files(folder) == []
+
+
+@pytest.mark.parametrize("lacking", ["track", "prompt"])
+def test_tokens_without_a_column_that_is_kept_now_are_generated_again(tmp_path, lacking):
+    recorder = Recorder(tmp_path / "rank-0.arrow")
+    tracks = [Track(prompt("a"), 0, number, [], 99, frozenset([9]), 0) for number in range(2)]
+    for number, track in enumerate(tracks):
+        recorder.track_launched(track)
+        grown(track, [1, 2], extras=number == 0 or lacking == "prompt")
+        if lacking == "prompt":
+            track.prompt_columns = None
+    bare = kit.group(prompt("b"), 0, [Part(Tokens.of([5, 9], [-1.0, -1.0]), "stop")])
+    recorder.rollout_completed(bare, 2)
+    recorder.decode_step_finished(last=True)
+    recorder._thread.submit(int).result()
+    for keeps, found in ((False, {0: 2, 1: 2}), (True, {0: 2} if lacking == "track" else {})):
+        recipe = make_recipe(rollout={"keep_routes": keeps})
+        progress = read_progress(tmp_path, [prompt("a"), prompt("b")], recipe)
+        tracks_found = progress.partial[0].tracks if progress.partial else {}
+        assert {number: len(tokens) for number, tokens in tracks_found.items()} == found
+        assert progress.rollouts == [bare] * (not keeps)
+        assert progress.generated_tokens == sum(found.values()) + 2 * (not keeps), "what counts in a budget"
+
+
+def test_a_journal_stays_while_a_prompt_of_it_is_not_harvested(tmp_path):
+    recorder = Recorder(tmp_path / "rank-0.arrow")
+    for name in "ab":
+        recorder.track_launched(track := Track(prompt(name), 0, 0, [], 99, frozenset([9]), 0))
+        grown(track, [1, 2], extras=False)
+    recorder.decode_step_finished(last=True)
+    recorder._thread.submit(int).result()
+    for prompt_ids, stays in (({"a", "c"}, True), ({"a", "b", "c"}, False)):
+        remove_open_tracks(recorded_files(tmp_path), prompt_ids)
+        assert [path.name for path in tmp_path.glob("open-*")] == ["open-rank-0.arrow"] * stays
+        assert recorder.path.exists()

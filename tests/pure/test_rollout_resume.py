@@ -19,6 +19,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.workspace import Workspace
@@ -30,7 +31,8 @@ from megatron_eqlen.record.arrow_log import ArrowLog
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
 from megatron_eqlen.record.recorder import OPEN_FILES, Recorder
-from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import (
@@ -191,6 +193,7 @@ def recipe_of(case: dict) -> Recipe:
         rollout={
             "max_response_length": case["limit"],
             "max_num_seqs": case["max_num_seqs"],
+            "block_size": 1,
             "tokens_per_step": case["budget"],
             "keep_routes": case["routes"],
             "carry_over": case["carry_over"] and case["budget"] is not None,
@@ -267,6 +270,26 @@ def test_a_track_of_many_turns_may_be_lost_in_each_of_them():
     lost = Counter(request.split(":")[0] for request in engine.losses.elements())
     assert max(lost.values()) > max(engine.losses.values()) == 3
     assert not any(rollout.unscored() for rollout in rollouts)
+
+
+def test_a_grader_reads_the_last_turn():
+    """Environments give the tokens from 20 on."""
+    recipe = make_recipe(rollout={"max_response_length": 60}, sampling="independent", objective="grpo")
+    plan = HarvestPlan(PROMPTS, recipe, EOS, seed=0, conversations=dealt())
+    answered = 0
+    for rollout in harvest(ScriptedEngine(random.Random(0)), plan)[0]:
+        for part, response in rollout.ended():
+            path = part.token_ids.tolist()
+            begins = max((place for place, token in enumerate(path) if token >= 20), default=-1) + 1
+            assert response.tolist() == path[begins:]
+            answered += begins > 0
+    assert answered
+
+
+def test_tokens_that_a_probe_put_into_a_turn_are_of_the_response():
+    table = Tokens.of([4, 20, 5, 6, 9], given=[(), (0,), (), (-1,), ()])
+    (found,) = kit.group(PROMPTS[0], 0, [Part(table, "stop")]).ended()
+    assert found[1].tolist() == [5, 6, 9]
 
 
 def test_an_environment_that_takes_longer_than_an_engine_may_is_waited_for():
