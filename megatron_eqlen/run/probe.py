@@ -113,10 +113,9 @@ class Target:
         if not found:
             raise ValueError(f"{folder}: expected rollouts that have ended, found none")
         if len(versions) > 1:
-            raise ValueError(
-                f"{folder}: expected rollouts of one policy, found versions {sorted(versions)} of its "
-                "weights: with rollout.carry_over or rollout.staleness no one policy continues them"
-            )
+            found = f"expected rollouts of one policy, found versions {sorted(versions)} of its weights"
+            why = "with rollout.carry_over or rollout.staleness no one policy continues them"
+            raise ValueError(f"{folder}: {found}: {why}")
         return found
 
     @cached_property

@@ -150,10 +150,9 @@ class Run:
             self.session.progress.finish(self.page.write(), learned)
         # last, on every rank: page and checkpoint are written by now
         if self.stopped_by and not self.complete:
-            raise MismatchError(
-                f"{self.stopped_by}: stopped after step {self.steps} "
-                "(rollout.mismatch.then: stop); the same command resumes it, and rollout.mismatch may change"
-            )
+            stop = f"stopped after step {self.steps} (rollout.mismatch.then: stop)"
+            again = "the same command resumes it, and rollout.mismatch may change"
+            raise MismatchError(f"{self.stopped_by}: {stop}; {again}")
 
     # ---- a step -------------------------------------------------------------------------------------
 
