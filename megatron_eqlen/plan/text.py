@@ -35,10 +35,9 @@ def _layout(recipe: Recipe) -> str:
     engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
     engines = f"{recipe.world_size // engine} engines" if recipe.colocated else f"{len(servers)} servers"
     engines = f"{engines} of TP {engine}" if recipe.generates else "no engine"
-    return (
-        f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
-        f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
-    )
+    nodes = f"{cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes"
+    ranks = f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
+    return f"layout      {nodes} = {ranks}"
 
 
 def _model(job: Job) -> str:

@@ -10,7 +10,7 @@ from pydantic import HttpUrl, ValidationError
 
 from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, layout, shown
 from megatron_eqlen.recipe.budget import COSTS
-from megatron_eqlen.recipe.engine_options import OF_OPTIMIZER, check_options
+from megatron_eqlen.recipe.engine_options import OF_OPTIMIZER, UNREAD, check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
@@ -64,6 +64,8 @@ def _unread_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{key}.columns: {ours}: {each.columns[ours]} has no effect: {why}"
         if each.reader == "livecodebench" and (chosen := each.config or each.split):
             yield f"{key}: config and split have no effect: since and until choose problems, found {chosen}"
+    for name in filter(UNREAD.fullmatch, recipe.model.megatron):
+        yield f"model.megatron.{name}: {recipe.model.megatron[name]} has no effect: nothing reads it"
     for key, value, _, _ in _set_keys(recipe):
         if recipe.supervised and key in OF_RECORDS:
             yield f"{key}: {shown(value)} {NOT_SUPERVISED}"

@@ -354,8 +354,8 @@ class RolloutRecipe(Section):
     """Record the experts that each MoE layer chose for every token but an environment's, and train with them
     (router replay, R3, arXiv:2510.11370); gates are the trainer's. Servers must be started with it, too."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
-    """Record routes on disk as well, hundreds of bytes per token. If false, a replayed step uses the
-    trainer's own routing, and a step killed between its harvest and its update is generated again."""
+    """Record routes on disk as well, hundreds of bytes per token. If false, ``--replay`` needs ``keep_routes:
+    false``, and a step killed between its harvest and its update is generated again."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens that end a harvest early: a step's, or with ``loss.dynamic_sampling`` a batch's."""
     carry_over: Annotated[bool, When(".tokens_per_step")] = False

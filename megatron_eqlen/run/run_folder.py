@@ -139,9 +139,8 @@ class RunFolder:
         if checkpoint_folder.latest(self.checkpoints) or not self.is_empty() or {*begun} - {source}:
             # the same command, given again, resumes the run
             if source not in begun:
-                raise RecipeError(
-                    f"--from {source}: {self.path} has begun, {' and '.join(begun) or 'from nothing else'}"
-                )
+                others = " and ".join(begun) or "from nothing else"
+                raise RecipeError(f"--from {source}: {self.path} has begun, {others}")
             return
         kept = dict(files.step_folders(Path(run) / "checkpoints"))
         if not step.isdecimal() or int(step) not in kept:

@@ -125,6 +125,8 @@ MISTAKES = [
     ("optimizer.lr=1e300", "optimizer.lr: expected at most 1e+30, found 1e+300"),
     ("rollout.kv_cache_gib=1e300", "rollout.kv_cache_gib: expected at most 1e+30, found 1e+300"),
     ("reward.timeout=1e6", "reward.timeout: expected at most 100000, found 1000000.0"),
+    ("model.megatron.attention_softmax_in_fp32=true", "softmax_in_fp32: True has no effect: nothing reads"),
+    ("model.megatron.num_layers_at_end_in_bf16=1", "end_in_bf16: 1 has no effect: nothing reads"),
     ("model.megatron.clip_grad=-1", "model.megatron.clip_grad: expected 0 to 1e+30, found -1"),
     ("model.megatron.adam_eps=0", "model.megatron.adam_eps: expected 1e-30 to 1, found 0"),
     ("model.megatron.adam_beta2=1", "model.megatron.adam_beta2: expected 0 to 0.9999999, found 1"),
@@ -211,6 +213,7 @@ def test_how_benchmarks_are_sampled_needs_some_unless_the_recipe_lists_none():
 @pytest.mark.parametrize("changes", [
     {"evaluation": {"samples": 4}}, {"group_size": 10**20}, {"optimizer": {"lr": 1e300}},
     {"model": {"path": "m", "megatron": {"clip_grad": -1}}},
+    {"model": {"path": "m", "megatron": {"attention_softmax_in_fp32": True}}},
     {"reward": {"timeout": 60}, "data": {"sources": [{"name": "a", "path": "b", "grader": "code"}]}},
 ])  # fmt: skip
 def test_a_run_that_began_with_what_is_refused_now_is_read(changes):
