@@ -110,11 +110,11 @@ def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     of_batch = objective.whitened == "standardize"
     key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
-        yield (
-            f"{f'objective: {objective.name}' if of_batch else key} with rollout.carry_over: true: prompts "
-            f"that are complete in the same step have similar lengths, so that the baseline of a response "
-            f"depends on its own length; use {'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
-        )
+        what = f"objective: {objective.name}" if of_batch else key
+        why = "prompts that are complete in the same step have similar lengths, so that the baseline"
+        use = "reinforce_pp_baseline or rloo" if of_batch else "alive"
+        so = f"of a response depends on its own length; use {use}"
+        yield f"{what} with rollout.carry_over: true: {why} {so}"
     if objective.baseline is of_unit:
         return
     if recipe.sampling == "equal_length":

@@ -77,8 +77,7 @@ REFUSED = {
 }  # fmt: skip
 """By key: patterns of names, and why they are refused."""
 UNREAD = re.compile(
-    r"attention_softmax_in_fp32|log_max_attention_logit|test_mode|cp_comm_type|moe_router_quantile.*|moe_per_layer.*"
-    r"|tp_only_amax_red|first_last_layers_bf16|num_layers_at_.*_in_bf16|keep_fp8_.*"
+    r"(attention_softmax|log_max|cp_comm|moe_per|moe_router_quantile|tp_only|first_last|num_layers)_.*|keep_fp8.*"
 )
 """Options of Megatron's own attention, context parallelism, load balancing and fp8, which are not used."""
 
