@@ -66,10 +66,8 @@ class Job:
             source = repo.file("config.json")
         else:
             known = ", ".join(sorted(path.stem for path in KNOWN_MODELS.glob("*.json")))
-            raise ValueError(
-                f"{self.section}.path: no config.json in {folder}, and {folder.name!r} is not one of {known}"
-                f"{where_from(self.recipe)}"
-            )
+            found = f"no config.json in {folder}, and {folder.name!r} is not one of {known}"
+            raise ValueError(f"{self.section}.path: {found}{where_from(self.recipe)}")
         return read_config(source)
 
     @cached_property

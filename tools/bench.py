@@ -31,7 +31,14 @@ def main() -> None:
     benchmark = importlib.import_module(f"tools.benchmarks.{name}")
     parser = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHMARKS[name])
     benchmark.add_arguments(parser)
-    benchmark.run(parser.parse_args(sys.argv[2:]))
+    args = parser.parse_args(sys.argv[2:])
+    for option, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            # of all options only masks may be of no tokens
+            if type(number) is int and number < (least := int(option != "kept")):
+                name = option.replace("_", "-")
+                parser.error(f"argument --{name}: expected a number from {least} on, found {number}")
+    benchmark.run(args)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 FILE, NUMBER, FLAG = {"type": Path}, {"type": _positive}, {"action": "store_true"}
 INTO, RUN = FILE | {"metavar": "FOLDER"}, {"run": ("run folder", FILE)}
-SERVERS = ("generate on vLLM servers, on nodes of their own", {"type": int, "default": 0, "metavar": "NODES"})
+SERVERS = ("generate on vLLM servers, on nodes of their own", NUMBER | {"default": 0, "metavar": "NODES"})
 OVERRIDES = {"nargs": "*", "default": [], "metavar": "KEY=VALUE"}
 RECIPE = {
     "recipe": ("recipe file (YAML)", FILE),

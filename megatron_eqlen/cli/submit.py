@@ -108,6 +108,9 @@ def load_with_servers(file: Path, overrides: Sequence[str], nodes: int) -> Recip
         urls = ", ".join(f"http://not-started-{number}" for number in range(count))
         return load(file, [*overrides, "rollout.engine=server", f"rollout.servers=[{urls}]"])
 
+    named = [word for word in overrides if word.startswith(("rollout.servers", "rollout.engine=c"))]
+    if nodes and named:
+        raise ValueError(f"{named[0]}: --servers {nodes} starts the servers and names them: leave it out")
     # One server says how many fit on a node, which gives the number.
     return with_count(nodes * replicas_on_node(with_count(1))) if nodes else load(file, overrides)
 

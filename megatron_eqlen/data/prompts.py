@@ -311,11 +311,9 @@ def read_benchmark(
         maker.close()
     if long:
         longest = max(long, key=long.__getitem__)
-        raise ValueError(
-            f"{where}: {len(long)} of {len(prompts) + len(long)} questions are longer than "
-            f"data.max_prompt_length: {data.max_prompt_length}; {longest} has {long[longest]} tokens: set "
-            f"data.max_prompt_length={long[longest]}"
-        )
+        limit = f"data.max_prompt_length: {data.max_prompt_length}; {longest} has {long[longest]} tokens"
+        found = f"{len(long)} of {len(prompts) + len(long)} questions are longer than {limit}"
+        raise ValueError(f"{where}: {found}: set data.max_prompt_length={long[longest]}")
     # rows outside the dates that were asked for are no loss
     if tally.dropped.keys() - {"date"} or not prompts:
         raise ValueError(f"{where}: {tally.unusable(len(prompts))}")

@@ -82,12 +82,10 @@ def _naming(rollout: RolloutRecipe, max_model_len: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(
-            f"vLLM does not start with rollout.kv_cache_gib {rollout.kv_cache_gib}, "
-            f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization}, rollout.block_size "
-            f"{rollout.block_size} and paths of {max_model_len} tokens"
-            f"{f' and {rollout.vllm}' * bool(rollout.vllm)}: {error}"
-        ) from error
+        keys = ("gpu_memory_utilization", "block_size", "vllm")
+        more = ", ".join(f"rollout.{key} {getattr(rollout, key)}" for key in keys)
+        given = f"{rollout.kv_cache_gib}, {more} and paths of {max_model_len} tokens: {error}"
+        raise ValueError(f"vLLM does not start with rollout.kv_cache_gib {given}") from error
 
 
 @contextmanager

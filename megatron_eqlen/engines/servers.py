@@ -10,6 +10,7 @@ and each request then continues. Nothing here imports vLLM, unless NCCL sends th
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -38,6 +39,8 @@ from megatron_eqlen.types import Metrics, Node, TokenTree
 
 if TYPE_CHECKING:
     from megatron_eqlen.engines.weights.nccl import NcclSender
+
+logger = logging.getLogger(__name__)
 
 TOKENS_PER_EVENT = 8
 """Tokens a server collects before it sends them."""
@@ -280,6 +283,9 @@ class ServerEngine:
         answers = self.pool.each("connecting", lambda replica: replica.set_up(untouched), self.pool.replicas)
         for replica, workers in answers.items():
             self._check_limits(replica, workers[0])
+            if len(workers) not in (replica.workers, self.rollout.tensor_parallel):
+                found = f"{self.rollout.tensor_parallel} GPUs (rollout.tensor_parallel), found {len(workers)}"
+                logger.warning("%s: expected %s: GPU hours will be wrong", replica.url, found)
             replica.stock = workers[0]["stock"]
             replica.alive, replica.absence, replica.workers = True, "", len(workers)
 

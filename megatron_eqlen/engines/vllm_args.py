@@ -123,10 +123,9 @@ def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
     ``aten::linear`` in the whole process by a kernel without a backward pass, so no trainer can be in it."""
     least = 9 if rollout.engine == "colocated" else 8
     if not current_platform.is_cuda() or not current_platform.has_device_capability(10 * least):
-        raise ValueError(
-            f"rollout.batch_invariant: true with rollout.engine: {rollout.engine} needs an NVIDIA GPU of "
-            f"compute capability {least}.0, found {current_platform.get_device_name()}"
-        )
+        key = f"rollout.batch_invariant: true with rollout.engine: {rollout.engine}"
+        found = current_platform.get_device_name()
+        raise ValueError(f"{key} needs an NVIDIA GPU of compute capability {least}.0, found {found}")
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:

@@ -20,6 +20,14 @@ from megatron_eqlen.processes.failures import name_of
 from megatron_eqlen.types import Grade, Prompt
 
 
+def require_limits(options: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError for an option that is no limit: none, or beyond what a clock or the kernel counts."""
+    for name in names:
+        if not 0 < (found := options.get(name, 1)) < 1e9:
+            expected = "expected a number above 0, below 1e9"
+            raise ValueError(f"environment.options.{name}: {expected}, found {found}")
+
+
 class LostError(RuntimeError):
     """Failure of something that all environments of a class share: the harvest ends."""
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_eqlen.environments.environment import require_limits
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.graders.sandbox.client import Sandbox, SandboxPool
 from megatron_eqlen.graders.sandbox.probe import find_python, required_isolation
@@ -103,6 +104,7 @@ class PythonTool(ToolEnvironment):
 
     @classmethod
     def start(cls, **options: Any) -> None:
+        require_limits(options, "timeout", "memory_mb", "longest_output")
         _pool(options.get("sandbox", "strict"), options.get("python", "3.11"))
 
     @classmethod
@@ -113,7 +115,7 @@ class PythonTool(ToolEnvironment):
         if len(text) <= self.longest_output:
             return text
         half = self.longest_output // 2
-        return f"{text[:half]}\n... ({len(text) - 2 * half} characters)\n{text[-half:]}"
+        return f"{text[:half]}\n... ({len(text) - 2 * half} characters)\n{text[len(text) - half :]}"
 
 
 @cache

@@ -29,7 +29,7 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from megatron_eqlen.environments.environment import Environment
+from megatron_eqlen.environments.environment import Environment, require_limits
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.files import naming, opened, scratch
 from megatron_eqlen.graders.sandbox import client
@@ -243,9 +243,7 @@ class Workspace(ToolEnvironment):
     @classmethod
     def start(cls, **options: Any) -> None:
         # Options that are wrong, contradict each other, or would have no effect.
-        for key in LIMITS:
-            if not 0 < options.get(key, 1) < float("inf"):
-                raise ValueError(f"{KEY}.{key}: expected a number above 0, found {options[key]}")
+        require_limits(options, *LIMITS)
         if len(given := [name for name in GRADES if options.get(name)]) > 1:
             raise ValueError(f"{KEY}: expected one of {', '.join(GRADES)}, found {' and '.join(given)}")
         for key in ("hidden", "reward"):

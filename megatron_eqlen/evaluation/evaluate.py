@@ -97,11 +97,9 @@ def _answers(group: Rollout) -> Answers:
     """Return the group's answers. Raises ValueError for a reward outside [0, 1], which is no accuracy."""
     for part in group.parts:
         if part.grade and not 0 <= part.grade.reward <= 1:
-            raise ValueError(
-                f"evaluation.benchmarks: {group.prompt.source}: avg@k and pass@k are of rewards in [0, 1], "
-                f"{part.grade.grader} gave {part.grade.reward:g}: give the benchmark a grader of its own, "
-                "or let the environment grade in [0, 1]"
-            )
+            where = f"evaluation.benchmarks: {group.prompt.source}: avg@k and pass@k are of rewards in [0, 1]"
+            ways = "give the benchmark a grader of its own, or let the environment grade in [0, 1]"
+            raise ValueError(f"{where}, {part.grade.grader} gave {part.grade.reward:g}: {ways}")
     return Answers(
         prompt_id=group.prompt_id,
         rewards=[part.grade.reward if part.grade else 0.0 for part in group.parts],

@@ -198,10 +198,9 @@ class Driver:
                 continue
             track, key = entry
             if delta.sampler not in SAMPLERS:
-                raise EngineError(
-                    f"request {delta.request_id}: expected tokens that {' or '.join(SAMPLERS)} drew, found "
-                    f"tokens of the sampler {delta.sampler}, with draws and log-probs of its own"
-                )
+                expected = f"expected tokens that {' or '.join(SAMPLERS)} drew, found tokens of the sampler"
+                own = f"{delta.sampler}, with draws and log-probs of its own"
+                raise EngineError(f"request {delta.request_id}: {expected} {own}")
             if delta.token_ids and key in self.prompt_routes.requests:
                 self.prompt_routes.take(track, key, delta)
             tokens += len(delta.token_ids)

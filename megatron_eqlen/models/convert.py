@@ -134,9 +134,8 @@ def check_logits_are_comparable(checkpoint: str | Path) -> Path:
     """Return the checkpoint's folder. Raises CheckpointError for adapters: merged weights are rounded."""
     path = torch_dist.together(lambda: torch_dist.find_checkpoint(checkpoint))
     if torch_dist.adapters_of(path, torch_dist.read_metadata(path)) is not None:
-        raise CheckpointError(
-            f"{path}: adapters are merged with rounding, so their logits are not compared: use --verify hash"
-        )
+        why = "adapters are merged with rounding, so their logits are not compared"
+        raise CheckpointError(f"{path}: {why}: use --verify hash")
     return path
 
 

@@ -268,7 +268,6 @@ def _resolve(path: Path) -> Path:
     if config is None:
         raise CheckpointError(f"{path}: no metadata.json: not a Megatron checkpoint, or an incomplete one")
     if config.sharded_backend != "torch_dist":
-        raise CheckpointError(
-            f"{path / 'metadata.json'}: expected a torch_dist checkpoint, found {config.sharded_backend!r}"
-        )
+        found = f"expected a torch_dist checkpoint, found {config.sharded_backend!r}"
+        raise CheckpointError(f"{path / 'metadata.json'}: {found}")
     return path

@@ -12,8 +12,9 @@ from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, 
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, with_defaults
 from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import Recipe, shown
 from megatron_eqlen.recipe.checks import check_effects
+from megatron_eqlen.rewards.functions import is_reward_function
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.tree import step_tokens
 
@@ -109,11 +110,11 @@ def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     of_batch = objective.whitened == "standardize"
     key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
-        yield (
-            f"{f'objective: {objective.name}' if of_batch else key} with rollout.carry_over: true: prompts "
-            f"that are complete in the same step have similar lengths, so that the baseline of a response "
-            f"depends on its own length; use {'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
-        )
+        what = f"objective: {objective.name}" if of_batch else key
+        why = "prompts that are complete in the same step have similar lengths, so that the baseline"
+        use = "reinforce_pp_baseline or rloo" if of_batch else "alive"
+        so = f"of a response depends on its own length; use {use}"
+        yield f"{what} with rollout.carry_over: true: {why} {so}"
     if objective.baseline is of_unit:
         return
     if recipe.sampling == "equal_length":
@@ -228,8 +229,12 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"{cause}, and nothing corrects for it: {remedy}"
 
 
+LIMITED = {"math", "code"}
+"""Graders that keys of ``reward`` limit."""
+
+
 def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield rewards that the objective cannot use, and an objective without rewards or teacher."""
+    """Yield rewards that the objective cannot use, none, and limits of graders that grade nothing."""
     longest, buffer = recipe.rollout.max_response_length, objective.overlong_buffer
     if objective.rewards == "apart" and not recipe.reward.weights:
         yield f"objective: {objective.name} compares named rewards apart: expected reward.weights, found none"
@@ -240,6 +245,13 @@ def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"loss.overlong_buffer: {buffer} is not below rollout.max_response_length {longest}"
     if objective.advantage is none and not recipe.teacher:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
+    graders = {each.grader or "" for each in recipe.data_sets.values()}
+    # without a name the rows say theirs, and a factory of one's own gets all limits
+    named = all(name in LIMITED or (name and is_reward_function(name)) for name in graders)
+    for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
+        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders:
+            found = ", ".join(sorted(graders))
+            yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
 
 
 def _length_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
@@ -282,39 +294,31 @@ def _dynamic_sampling_problems(recipe: Recipe, objective: Objective) -> Iterator
         yield f"loss.dynamic_sampling: true with {cause}: equal rewards have a gradient, too: set it to false"
 
 
-def remarks(job: ResolvedRecipe) -> list[str]:
-    """Return remarks on a valid recipe: corrections that do little."""
-    recipe, sentences = job.recipe, list[str]()
+def remarks(job: ResolvedRecipe) -> Iterator[str]:
+    """Yield remarks on a valid recipe: corrections that do little."""
+    recipe = job.recipe
     # a run that ends by another budget may take any number of updates
     updates = (recipe.steps or math.inf) * recipe.loss.minibatches * recipe.loss.epochs
     if recipe.optimizer.warmup_steps > updates:
-        sentences.append(
-            f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} is more than the run's {updates} "
-            f"updates: the learning rate does not reach optimizer.lr"
-        )
+        more = f"is more than the run's {updates} updates: the learning rate does not reach optimizer.lr"
+        yield f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} {more}"
     one = recipe.loss.minibatches * recipe.loss.epochs == 1 and recipe.loss.old_logprobs == "recompute"
     if one and (clips := clip_keys(recipe.loss)):
-        sentences.append(
-            f"{', '.join(f'loss.{key}' for key in clips)}: nothing is clipped: with one update a step "
-            "(loss.minibatches x loss.epochs) all ratios are 1"
-        )
+        why = "with one update a step (loss.minibatches x loss.epochs) all ratios are 1"
+        yield f"{', '.join(f'loss.{key}' for key in clips)}: nothing is clipped: {why}"
     uncorrected = recipe.loss.rollout_is == "none" and recipe.loss.old_logprobs == "recompute"
     if recipe.rollout.trains_older and uncorrected:
-        sentences.append(
-            "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
-            "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
-        )
+        older = "tokens of older weights within its bounds train as if the policy had sampled them"
+        corrects = "loss.rollout_is or loss.old_logprobs: rollout corrects"
+        yield f"loss.rollout_rs alone leaves out what is too far off: {older} ({corrects})"
     on_policy = recipe.sampling == "independent" or is_on_policy(recipe, job.objective)
     if on_policy and recipe.rollout.tokens_per_step and not recipe.rollout.carry_over:
         pairs = recipe.sampling == "equal_length"
         kind = "equal_length.pair_weight: on_policy" if pairs else f"sampling: {recipe.sampling}"
-        sentences.append(
-            "rollout.tokens_per_step cuts the longest rollouts, whose ends count as 0 or are left out: "
-            f"{kind} is unbiased only with rollout.carry_over: true and rollout.max_staleness that cuts none"
-        )
+        cuts = "cuts the longest rollouts, whose ends count as 0 or are left out"
+        only = "is unbiased only with rollout.carry_over: true and rollout.max_staleness that cuts none"
+        yield f"rollout.tokens_per_step {cuts}: {kind} {only}"
     if not recipe.supervised and not recipe.rollout.comparable:
-        sentences.append(
-            "rollout.mismatch compares nothing: the engine's log-probs are of the sampled distribution, the "
-            "trainer's only with rollout.keep_sampling_mask: true, or with top_k, top_p and min_p off"
-        )
-    return sentences
+        engines = "the engine's log-probs are of the sampled distribution, the trainer's only with"
+        ways = "rollout.keep_sampling_mask: true, or with top_k, top_p and min_p off"
+        yield f"rollout.mismatch compares nothing: {engines} {ways}"

@@ -117,9 +117,8 @@ def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) 
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        raise ValueError(
-            f"{where}: it is called with ({', '.join(arguments)}), found the signature {signature}: {error}"
-        ) from None
+        found = f"found the signature {signature}: {error}"
+        raise ValueError(f"{where}: it is called with ({', '.join(arguments)}), {found}") from None
     return where
 
 
@@ -168,10 +167,8 @@ def _try_surrogate(part: Callable[..., Any]) -> None:
     (slopes,) = torch.autograd.grad(losses.sum(), logprobs)
     for name, values in {"losses": losses, "gradient": slopes, **metrics}.items():
         if not values.isfinite().all():
-            raise ValueError(
-                f"{where}: {name} not finite: {values.detach()} for log-ratios "
-                f"{tokens.log_ratio.detach()} and advantages {advantages}"
-            )
+            given = f"log-ratios {tokens.log_ratio.detach()} and advantages {advantages}"
+            raise ValueError(f"{where}: {name} not finite: {values.detach()} for {given}")
 
 
 def _try_baseline(part: Callable[..., Any]) -> None:

@@ -28,10 +28,9 @@ def _check_mask(forest: Forest, node: int) -> None:
     if sampled is not None and not (
         np.array_equal(sampled.counts, kept.counts) and np.isfinite(sampled.values).all()
     ):
-        raise TreeError(
-            f"{forest.where(node)}: expected a finite log-prob of each token in a sampling mask, found "
-            f"{sampled.counts.sum()} of {kept.counts.sum()}, or others"
-        )
+        expected = "expected a finite log-prob of each token in a sampling mask"
+        found = f"{sampled.counts.sum()} of {kept.counts.sum()}, or others"
+        raise TreeError(f"{forest.where(node)}: {expected}, found {found}")
     # [numbers of all masks] number of the token whose mask each is in
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
@@ -39,10 +38,8 @@ def _check_mask(forest: Forest, node: int) -> None:
     contains |= ~table.is_generated
     if not contains.all():
         token = int(np.argmin(contains))
-        raise TreeError(
-            f"{forest.where(node)}: expected the token {tokens[token]} in its sampling mask, "
-            f"found {list(kept)[token].tolist()}"
-        )
+        expected = f"expected the token {tokens[token]} in its sampling mask"
+        raise TreeError(f"{forest.where(node)}: {expected}, found {list(kept)[token].tolist()}")
 
 
 def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
@@ -50,10 +47,9 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
     for node in np.flatnonzero(forest.has_path_columns).tolist():
         routes = forest.node(node).tokens["routes"]
         if routes.shape[1:] != expected:
-            raise TreeError(
-                f"{forest.where(node)}: expected routes of the model's {expected[0]} MoE layers x "
-                f"{expected[1]} experts a token, found {' x '.join(map(str, routes.shape[1:]))}"
-            )
+            model = f"the model's {expected[0]} MoE layers x {expected[1]} experts a token"
+            found = " x ".join(map(str, routes.shape[1:]))
+            raise TreeError(f"{forest.where(node)}: expected routes of {model}, found {found}")
 
 
 def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
@@ -69,7 +65,5 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
         twice = routes[:, :, :1] == routes[:, :, 1:2]
         if twice.any():
             token, layer, _ = np.argwhere(twice)[0].tolist()
-            raise TreeError(
-                f"{forest.where(node)}: expected different experts for a token, found "
-                f"{routes[token, layer].tolist()} in row {token} of its routes"
-            )
+            found = f"found {routes[token, layer].tolist()} in row {token} of its routes"
+            raise TreeError(f"{forest.where(node)}: expected different experts for a token, {found}")

@@ -73,10 +73,8 @@ class Memory:
         path = engine.sequence_bytes(self.job, self.job.recipe.longest_context)
         cache = engine.kv_cache(self.job)  # with less than a path needs vLLM does not start
         if cache < path:
-            yield (
-                f"{_gb(cache)} are left for the KV cache, and the longest path "
-                f"({self.job.recipe.longest_context_text}) needs {_gb(path)}"
-            )
+            needs = f"the longest path ({self.job.recipe.longest_context_text}) needs {_gb(path)}"
+            yield f"{_gb(cache)} are left for the KV cache, and {needs}"
 
 
 def memory(job: Job) -> Memory:

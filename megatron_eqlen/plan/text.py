@@ -35,10 +35,9 @@ def _layout(recipe: Recipe) -> str:
     engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
     engines = f"{recipe.world_size // engine} engines" if recipe.colocated else f"{len(servers)} servers"
     engines = f"{engines} of TP {engine}" if recipe.generates else "no engine"
-    return (
-        f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
-        f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
-    )
+    nodes = f"{cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes"
+    ranks = f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
+    return f"layout      {nodes} = {ranks}"
 
 
 def _model(job: Job) -> str:
@@ -99,11 +98,10 @@ def _roofline(time: Roofline) -> str:
         f"{time.batch:,.1f} sequences an engine"
         f"{'' if time.balanced is None else f'; as long as training with {time.balanced} servers'}\n"
     )
-    return (
-        f"{time.gpu.name}: {time.seconds / 3600:.2g} hours a step\n{generation * (time.batch > 0)}"
-        f"{' ' * 12}training {time.training / 3600:.2g}: {time.rows:,.1f} rows a replica and update, idle "
-        f"{time.idle:.0%}; gradients {time.gradients / 3600:.2g}"
-    )
+    rows = f"{time.rows:,.1f} rows a replica and update, idle {time.idle:.0%}"
+    training = f"training {time.training / 3600:.2g}: {rows}; gradients {time.gradients / 3600:.2g}"
+    step = f"{time.gpu.name}: {time.seconds / 3600:.2g} hours a step\n{generation * (time.batch > 0)}"
+    return f"{step}{' ' * 12}{training}"
 
 
 def _work(job: Job, work: Workload) -> str:
@@ -146,7 +144,5 @@ def _sbatch(job: Job) -> str:
     recipe = job.recipe
     environment = "".join(f"{name}={value} " for name, value in train_environment(recipe.cluster).items())
     options = " ".join(train_options(job, recipe.name))
-    return (
-        f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
-        f"{' ' * 12}as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
-    )
+    by_hand = f"as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"
+    return f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n{' ' * 12}{by_hand}"

@@ -10,12 +10,19 @@ from pydantic import HttpUrl, ValidationError
 
 from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, layout, shown
 from megatron_eqlen.recipe.budget import COSTS
-from megatron_eqlen.recipe.engine_options import check_options
+from megatron_eqlen.recipe.engine_options import OF_OPTIMIZER, UNREAD, check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
 """vLLM's methods of speculation whose drafts need no weights."""
+LARGEST = {int: 10**12, float: 1e30}
+"""Largest numbers of a type: beyond them arrays and a GPU's floats overflow in the middle of a run."""
+LARGEST_OF = {
+    "group_size": 2**20, "data.prompts_per_step": 2**20, "evaluation.samples": 2**20,
+    "reward.timeout": 10**5, "reward.code_timeout": 10**5, "environment.timeout": 10**5,
+}  # fmt: skip
+"""Largest numbers of lines that memory holds, and of seconds that the kernel waits for an answer."""
 
 
 def check(recipe: Recipe) -> None:
@@ -32,7 +39,7 @@ def check(recipe: Recipe) -> None:
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:
     """Raise ValueError for a key that cannot act (``When``). ``resolved``: with the objective's defaults."""
-    for problem in _unread_problems(recipe):
+    for problem in (*_unread_problems(recipe), *_number_problems(recipe)):
         raise ValueError(problem)
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:
@@ -46,8 +53,7 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
 def _unread_problems(recipe: Recipe) -> Iterator[str]:
     """Yield keys of data sets, and of supervised training, that nothing reads. Not among the checks of every
     recipe: a run that began with one is still read."""
-    sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
-    for key, each in ((f"{key}.{n}", each) for key, of in sections.items() for n, each in enumerate(of)):
+    for key, each in recipe.data_sets.items():
         bounds = {getattr(each, f"{bound}_difficulty", None) for bound in ("min", "max")}
         useless = {
             "instruction": recipe.data.instruction_role == "none" and "data.instruction_role is none",
@@ -58,12 +64,29 @@ def _unread_problems(recipe: Recipe) -> Iterator[str]:
                 yield f"{key}.columns: {ours}: {each.columns[ours]} has no effect: {why}"
         if each.reader == "livecodebench" and (chosen := each.config or each.split):
             yield f"{key}: config and split have no effect: since and until choose problems, found {chosen}"
-    for key, value, _, _ in _set_keys(recipe) if recipe.supervised else ():
-        if key in OF_RECORDS:
+    for name in filter(UNREAD.fullmatch, recipe.model.megatron):
+        yield f"model.megatron.{name}: {recipe.model.megatron[name]} has no effect: nothing reads it"
+    for key, value, _, _ in _set_keys(recipe):
+        if recipe.supervised and key in OF_RECORDS:
             yield f"{key}: {shown(value)} {NOT_SUPERVISED}"
+        # A recipe that lists benchmarks, even none, may carry how another samples for them.
+        if key.startswith("evaluation.") and "benchmarks" not in recipe.evaluation.model_fields_set:
+            yield f"{key}: {shown(value)} acts only with evaluation.benchmarks, found none: leave it out"
     if recipe.supervised and recipe.loss.loss_agg_mode in ("seq-mean-token-sum-norm", "delta-l"):
         divides = "divides by rollout.max_response_length: without samples use seq-mean-token-sum"
         yield f"loss.loss_agg_mode: {recipe.loss.loss_agg_mode} {divides}"
+
+
+def _number_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield numbers that would end a run in its middle, or keep it from ever ending a step."""
+    for key, value, _, _ in _set_keys(recipe):
+        most = LARGEST_OF.get(key, LARGEST.get(type(value)))
+        if most is not None and value > most:
+            yield f"{key}: expected at most {most}, found {value}"
+    for name, (default, least, most) in OF_OPTIMIZER.items():
+        value: Any = recipe.model.megatron.get(name, default)
+        if not least <= value <= most:
+            yield f"model.megatron.{name}: expected {least} to {most}, found {value}"
 
 
 def _set_keys(
@@ -232,10 +255,8 @@ def _supervised_problems(recipe: Recipe) -> Iterator[str]:
 def check_imports(recipe: Recipe) -> None:
     """Raise ValueError unless every object that the recipe names by import path can be imported."""
     paths = {"environment.name": recipe.environment.name}
-    sections = {"data.sources": recipe.data.sources, "evaluation.benchmarks": recipe.evaluation.benchmarks}
-    for section, items in sections.items():
-        for number, item in enumerate(items):
-            paths |= {f"{section}.{number}.{key}": getattr(item, key) for key in ("reader", "grader")}
+    for section, item in recipe.data_sets.items():
+        paths |= {f"{section}.{key}": getattr(item, key) for key in ("reader", "grader")}
     # All others are names, which the schema has checked.
     for key, path in paths.items():
         if is_import_path(path or ""):

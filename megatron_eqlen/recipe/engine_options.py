@@ -22,10 +22,12 @@ MEGATRON = (
 )
 DDP = ("megatron", "core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 OPTIMIZER = ("megatron", "core/optimizer/optimizer_config.py", "OptimizerConfig")
-OPTIMIZER_DEFAULTS = {
-    "weight_decay": 0.0, "clip_grad": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
+OF_OPTIMIZER = {
+    "weight_decay": (0.0, 0, 1e6), "clip_grad": (1.0, 0, 1e30), "adam_eps": (1e-8, 1e-30, 1),
+    "adam_beta1": (0.9, 0, 0.9999999), "adam_beta2": (0.999, 0, 0.9999999),
 }  # fmt: skip
-"""Fields of the optimizer's configuration that may be given; keys of ``optimizer`` say the others."""
+"""Fields of the optimizer's configuration that may be given: default, least and most; keys of ``optimizer``
+say the others."""
 VLLM = (("vllm", "engine/arg_utils.py", "EngineArgs"),)
 REFUSED = {
     "model.megatron": {
@@ -74,6 +76,10 @@ REFUSED = {
     },
 }  # fmt: skip
 """By key: patterns of names, and why they are refused."""
+UNREAD = re.compile(
+    r"(attention_softmax|log_max|cp_comm|moe_per|moe_router_quantile|tp_only|first_last|num_layers)_.*|keep_fp8.*"
+)
+"""Options of Megatron's own attention, context parallelism, load balancing and fp8, which are not used."""
 
 
 def check_options(key: str, options: Mapping[str, Any]) -> None:
@@ -86,7 +92,7 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
         known |= _fields(place)
     # Of the optimizer's many fields a few may be given.
     if known and key == "model.megatron":
-        known |= {name: _fields(OPTIMIZER)[name] for name in OPTIMIZER_DEFAULTS}
+        known |= {name: _fields(OPTIMIZER)[name] for name in OF_OPTIMIZER}
     for name, value in options.items():
         if known and name not in known:
             near = "".join(f" (nearest: {near!r})" for near in get_close_matches(name, known, 1, 0.75))
@@ -110,7 +116,7 @@ def split_megatron(options: Mapping[str, Any]) -> MegatronOptions:
     # Fields that DDP's configuration has alone; the model's wins where both have one.
     of_ddp = _fields(DDP).keys() - {name for place in MEGATRON for name in _fields(place)}
     ddp = {name: value for name, value in options.items() if name in of_ddp}
-    optimizer = {name: options.get(name, default) for name, default in OPTIMIZER_DEFAULTS.items()}
+    optimizer = {name: options.get(name, default) for name, (default, *_) in OF_OPTIMIZER.items()}
     model = {name: value for name, value in options.items() if name not in ddp | optimizer}
     return MegatronOptions(model, ddp, optimizer)
 

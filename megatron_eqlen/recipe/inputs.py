@@ -148,10 +148,8 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
 
 def _inputs(recipe: Recipe) -> dict[str, Input]:
     """Return the sections that name inputs, by key."""
-    sources = {f"data.sources.{number}": source for number, source in enumerate(recipe.data.sources)}
-    benchmarks = {f"evaluation.benchmarks.{n}": each for n, each in enumerate(recipe.evaluation.benchmarks)}
     teacher = {TEACHER: recipe.teacher} if recipe.teacher.path else {}
-    return {MODEL: recipe.model, **teacher, **sources, **benchmarks}
+    return {MODEL: recipe.model, **teacher, **recipe.data_sets}
 
 
 def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:

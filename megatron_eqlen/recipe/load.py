@@ -175,10 +175,12 @@ def _sections(raw: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``over``; mappings merge key by key, and an empty one empties."""
     merged = dict(base)
     for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if value and isinstance(value, dict) and isinstance(old := merged.get(key), dict):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
 
 

@@ -334,8 +334,8 @@ class RolloutRecipe(Section):
 
     engine: Literal["colocated", "server"] = "colocated"
     """``colocated``: vLLM in the training processes. ``server``: vLLM servers, see ``servers``."""
-    temperature: Annotated[float, Field(ge=0.01), NUMBER] = 0.6
-    """Temperature of sampling and of the trainer's log-probs. vLLM would silently raise lower to 0.01."""
+    temperature: Annotated[float, Field(ge=0.01, le=2), NUMBER] = 0.6
+    """Temperature of sampling and of the trainer's log-probs; vLLM has none beyond these bounds."""
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.95
     """Sample among the likeliest tokens whose probabilities sum to this; 1: off."""
     top_k: TopK = 20
@@ -354,8 +354,8 @@ class RolloutRecipe(Section):
     """Record the experts that each MoE layer chose for every token but an environment's, and train with them
     (router replay, R3, arXiv:2510.11370); gates are the trainer's. Servers must be started with it, too."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
-    """Record routes on disk as well, hundreds of bytes per token. If false, a replayed step uses the
-    trainer's own routing, and a step killed between its harvest and its update is generated again."""
+    """Record routes on disk as well, hundreds of bytes per token. If false, ``--replay`` needs ``keep_routes:
+    false``, and a step killed between its harvest and its update is generated again."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens that end a harvest early: a step's, or with ``loss.dynamic_sampling`` a batch's."""
     carry_over: Annotated[bool, When(".tokens_per_step")] = False
@@ -574,8 +574,8 @@ class ParallelRecipe(Section):
     recompute: Literal["none", "mlp", "full"] = "none"
     """Part that the backward pass recomputes: nothing, each layer's MLP or experts, or whole layers."""
     fusions: bool | None = None
-    """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
-    and accumulation of gradients; default: on GPUs."""
+    """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles and permutation of routed
+    tokens; default: on GPUs."""
 
 
 class PackingRecipe(Section):
@@ -600,9 +600,9 @@ class CheckpointRecipe(Section):
 
 
 def _greedy_or_sampled(value: float) -> float:
-    """Refuse a temperature that vLLM would silently raise to 0.01."""
-    if value < 0.01 and value != 0:
-        raise ValueError("expected 0 (greedy), or 0.01 and more")
+    """Refuse a temperature that vLLM would silently raise to 0.01, or refuse."""
+    if value and not 0.01 <= value <= 2:
+        raise ValueError("expected 0 (greedy), or 0.01 to 2")
     return value
 
 
@@ -742,6 +742,12 @@ class Recipe(Section):
     def supervised(self) -> bool:
         """True if the data's own responses are trained, not sampled ones."""
         return self.objective == SFT
+
+    @property
+    def data_sets(self) -> dict[str, SourceRecipe | BenchmarkRecipe]:
+        """Sources and benchmarks by key, ``data.sources.0`` for example."""
+        sections = {"data.sources": self.data.sources, "evaluation.benchmarks": self.evaluation.benchmarks}
+        return {f"{key}.{number}": each for key, of in sections.items() for number, each in enumerate(of)}
 
     @property
     def generates(self) -> bool:

@@ -134,11 +134,10 @@ def _check_version(path: Path, recorded: pa.Schema, schema: pa.Schema) -> None:
     version = (recorded.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
     if version != str(VERSION) or recorded != schema:
         columns = sorted({*map(str, schema)} ^ {*map(str, recorded)})
-        raise ValueError(
-            f"{path}: expected recorded rollouts of format version {VERSION}, found version {version}, of "
-            f"another release: {len(columns)} columns differ ({', '.join(columns)[:80]}): "
-            f"read it with the release that wrote it, or remove it and the step is generated again"
-        )
+        expected = f"expected recorded rollouts of format version {VERSION}, found version {version}"
+        other = f"of another release: {len(columns)} columns differ ({', '.join(columns)[:80]})"
+        ways = "read it with the release that wrote it, or remove it and the step is generated again"
+        raise ValueError(f"{path}: {expected}, {other}: {ways}")
 
 
 def values(path: Path, schema: pa.Schema, column: str) -> set[Any]:

@@ -143,11 +143,9 @@ def _resumed_rollouts(
     suspended = {key: rollout for key, rollout in recorded.rollouts.items() if rollout.suspended}
     if missing := [key for key in resumed if key not in suspended]:
         (prompt_id, index), there = missing[0], len(resumed) - len(missing)
-        raise PartialRolloutError(
-            f"{before}: expected {len(resumed)} suspended rollouts, which this step resumes, found "
-            f"{there} of them: {prompt_id}/{index} is missing; go back to an earlier checkpoint, or start a "
-            f"new run from its weights (model.path)"
-        )
+        expected = f"expected {len(resumed)} suspended rollouts, which this step resumes, found {there}"
+        ways = "go back to an earlier checkpoint, or start a new run from its weights (model.path)"
+        raise PartialRolloutError(f"{before}: {expected}: {prompt_id}/{index} is missing; {ways}")
     # whatever these tracks hold, earlier steps generated: it is not counted again
     return {
         key: PartialRollout(

@@ -24,9 +24,8 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
     wanted = [step_name(number) for number in range(first, max(first + 1, steps or 0))]
     if missing := [name for name in wanted if name not in recorded]:
         stored = f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no step"
-        raise ReplayError(
-            f"{streams}: expected {wanted[0]} to {wanted[-1]}, found {stored}: {missing[0]} is missing"
-        )
+        found = f"found {stored}: {missing[0]} is missing"
+        raise ReplayError(f"{streams}: expected {wanted[0]} to {wanted[-1]}, {found}")
 
 
 def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraws: bool) -> None:
@@ -39,10 +38,9 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
     if missing:
         column = COLUMNS[missing[0]]
         keys = (f"rollout.{key}" for key in (column.keep_key, column.record_key) if key)
-        raise ReplayError(
-            f"{folder}: expected {column.name} of all tokens, found tokens without: its run did "
-            f"not keep or record them ({', '.join(keys)}); change rollout.{column.keep_key} to train without"
-        )
+        lost = f"found tokens without: its run did not keep or record them ({', '.join(keys)})"
+        way = f"change rollout.{column.keep_key} to train without"
+        raise ReplayError(f"{folder}: expected {column.name} of all tokens, {lost}; {way}")
     prompts = Counter(recorded.prompt_id for recorded in rollouts)
     if recipe.rollout.carry_over:
         return  # the number of resumed rollouts depends on the step before
@@ -60,6 +58,5 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
 
 
 def _refuse(folder: Path, expected: str, found: str) -> None:
-    raise ReplayError(
-        f"{folder}: expected {expected}, found {found}: the record is of another recipe, or was cut short"
-    )
+    why = "the record is of another recipe, or was cut short"
+    raise ReplayError(f"{folder}: expected {expected}, found {found}: {why}")

@@ -246,10 +246,9 @@ def _takes_response(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 def _not_a_reward(parameters: Mapping[str, inspect.Parameter], path: str, key: str) -> str:
     names = (name for kind in OF_A_RESPONSE for name in NAMES[kind])
-    return (
-        f"{key}: {path}: expected a parameter that takes the response, one of {', '.join(names)}, found "
-        f"({', '.join(parameters)}): arguments are given by name (docs/extending.md)"
-    )
+    expected = f"expected a parameter that takes the response, one of {', '.join(names)}"
+    found = f"found ({', '.join(parameters)}): arguments are given by name (docs/extending.md)"
+    return f"{key}: {path}: {expected}, {found}"
 
 
 def kind_of(name: str) -> str | None:

@@ -103,10 +103,9 @@ class Generator(InTurn):
             files = reader.step_files(self.streams / step_name(step.number - 1))
             prompts = [prompt for prompt in reader.read_prompts(files) if prompt.prompt_id in names]
             if lost := names - {prompt.prompt_id for prompt in prompts}:
-                raise reader.PartialRolloutError(
-                    f"{self.streams / step_name(step.number - 1)}: expected {len(names)} suspended prompts, "
-                    f"found nothing of {min(lost)}; go back to an earlier checkpoint"
-                )
+                before = self.streams / step_name(step.number - 1)
+                found = f"expected {len(names)} suspended prompts, found nothing of {min(lost)}"
+                raise reader.PartialRolloutError(f"{before}: {found}; go back to an earlier checkpoint")
             begun = [rollout for rollout in reader.read_skeletons(files) if rollout_key(rollout) in resumed]
             # suspended rollouts keep the engine as busy as so many new prompts
             wanted -= min(wanted, round(open_prompts(begun, self.recipe)))
@@ -115,10 +114,8 @@ class Generator(InTurn):
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         if self.source is not None:
             if data_position is None:
-                raise ValueError(
-                    "the checkpoint was made with --replay and holds no data position: continue with "
-                    "--replay, or start a new run from its weights (model.path)"
-                )
+                ways = "continue with --replay, or start a new run from its weights (model.path)"
+                raise ValueError(f"the checkpoint was made with --replay and holds no data position: {ways}")
             self.source.load_state_dict(data_position)
         if self.recipe.rollout.carry_over:  # not after ``--from`` a run that carried over
             self.carried = CarryOver.at(data_position)

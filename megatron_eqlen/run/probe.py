@@ -113,10 +113,9 @@ class Target:
         if not found:
             raise ValueError(f"{folder}: expected rollouts that have ended, found none")
         if len(versions) > 1:
-            raise ValueError(
-                f"{folder}: expected rollouts of one policy, found versions {sorted(versions)} of its "
-                "weights: with rollout.carry_over or rollout.staleness no one policy continues them"
-            )
+            found = f"expected rollouts of one policy, found versions {sorted(versions)} of its weights"
+            why = "with rollout.carry_over or rollout.staleness no one policy continues them"
+            raise ValueError(f"{folder}: {found}: {why}")
         return found
 
     @cached_property
@@ -132,10 +131,9 @@ class Target:
         """Number of steps whose training made the weights that sampled the rollouts."""
         columns, before = Columns(self.options.run, ["train/updates"]), self.options.step - 1
         if missing := {*range(1, before + 1)} - {*columns.steps.tolist()}:
-            raise ValueError(
-                f"{self.options.run / METRICS}: expected the updates of all steps before step "
-                f"{self.options.step}, which made its weights, found no step {min(missing)}"
-            )
+            before = f"all steps before step {self.options.step}, which made its weights"
+            found = f"expected the updates of {before}, found no step {min(missing)}"
+            raise ValueError(f"{self.options.run / METRICS}: {found}")
         # [steps + 1] policy version after each number of steps; one that skips its update repeats it
         made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:

@@ -33,7 +33,7 @@ def try_rewards(session: Session, source: PromptSource) -> None:
     for text in source.notes():
         session.progress.say(text)
     recipe = session.recipe
-    graders = [read.grader or "" for read in (*recipe.data.sources, *recipe.evaluation.benchmarks)]
+    graders = [read.grader or "" for read in recipe.data_sets.values()]
     # built-in graders need no trial: read the benchmarks alone, whose faults would come hours later
     if not any(map(is_import_path, graders)):
         for benchmark in recipe.evaluation.benchmarks:

@@ -26,10 +26,9 @@ class StepRecords:
         if not resumed and recorded:
             self._session.progress.say(f"no checkpoint was saved: {len(recorded)} steps are trained again")
         if missing := [step for step in range(1, steps + 1) if step not in recorded]:
-            self._session.progress.warn(
-                f"{self._folder.path / METRICS} has no record of {len(missing)} of {steps} steps (the "
-                f"first: step {missing[0]}): the run continues, and reports and comparisons lack them"
-            )
+            lost = f"no record of {len(missing)} of {steps} steps (the first: step {missing[0]})"
+            so = "the run continues, and reports and comparisons lack them"
+            self._session.progress.warn(f"{self._folder.path / METRICS} has {lost}: {so}")
 
     def open(self, steps: int) -> None:
         """Continue the records after ``steps`` steps."""

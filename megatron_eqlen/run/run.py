@@ -81,9 +81,8 @@ class Run:
         if distributed.is_rank0():
             self.folder.stop.unlink()
             self.session.events.note("stopped", text="before it began")
-            self.session.progress.say(
-                f"stopped before it began, as {self.folder.stop} asked; the same command starts it"
-            )
+            why = f"stopped before it began, as {self.folder.stop} asked"
+            self.session.progress.say(f"{why}; the same command starts it")
         return True
 
     def load(self, policy: Policy) -> None:
@@ -139,9 +138,8 @@ class Run:
         """Write report.html and print its path. Raises MismatchError if the mismatch ended the run."""
         if distributed.is_rank0():
             if count := len(rollouts.carried.suspended):
-                self.session.progress.say(
-                    f"{count} rollouts are suspended and not trained; a run with more steps resumes with them"
-                )
+                more = "a run with more steps resumes with them"
+                self.session.progress.say(f"{count} rollouts are suspended and not trained; {more}")
             # of all starts of the run, so read from its record
             if idle := int((Columns(self.folder.path, ["train/updates"])["train/updates"] == 0).sum()):
                 same = ": the weights are those that the run started from" * (idle == self.steps)
@@ -150,10 +148,9 @@ class Run:
             self.session.progress.finish(self.page.write(), learned)
         # last, on every rank: page and checkpoint are written by now
         if self.stopped_by and not self.complete:
-            raise MismatchError(
-                f"{self.stopped_by}: stopped after step {self.steps} "
-                "(rollout.mismatch.then: stop); the same command resumes it, and rollout.mismatch may change"
-            )
+            stop = f"stopped after step {self.steps} (rollout.mismatch.then: stop)"
+            again = "the same command resumes it, and rollout.mismatch may change"
+            raise MismatchError(f"{self.stopped_by}: {stop}; {again}")
 
     # ---- a step -------------------------------------------------------------------------------------
 

@@ -139,9 +139,8 @@ class RunFolder:
         if checkpoint_folder.latest(self.checkpoints) or not self.is_empty() or {*begun} - {source}:
             # the same command, given again, resumes the run
             if source not in begun:
-                raise RecipeError(
-                    f"--from {source}: {self.path} has begun, {' and '.join(begun) or 'from nothing else'}"
-                )
+                others = " and ".join(begun) or "from nothing else"
+                raise RecipeError(f"--from {source}: {self.path} has begun, {others}")
             return
         kept = dict(files.step_folders(Path(run) / "checkpoints"))
         if not step.isdecimal() or int(step) not in kept:
@@ -167,11 +166,9 @@ class RunFolder:
         """Return an error if a checkpoint was saved and none is there, else None."""
         if (saved := read_state(self.path).saved) is None:
             return None
-        return (
-            f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}: put it back, "
-            f"give a new run its own folder (name=... or run_dir=...), or remove "
-            f"{self.path / events.FILE} to begin again in this one"
-        )
+        lost = f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}"
+        again = f"remove {self.path / events.FILE} to begin again in this one"
+        return f"{lost}: put it back, give a new run its own folder (name=... or run_dir=...), or {again}"
 
     @property
     def sources(self) -> list[str]:

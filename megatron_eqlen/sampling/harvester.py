@@ -31,10 +31,8 @@ class Marker(NamedTuple):
     def of(cls, text: str, tokenizer: Tokenizer, key: str = "tree_sampling.marker") -> Marker:
         """Return the marker ``text`` of ``key``. Raises ValueError if no response can contain it."""
         if text not in (read := tokenizer.decode(tokenizer.encode(text))):
-            raise ValueError(
-                f"{key}: {text!r}: expected text that a response can contain, found that the "
-                f"tokenizer reads its tokens as {read!r} (without end-of-sequence tokens)"
-            )
+            found = f"found that the tokenizer reads its tokens as {read!r} (without end-of-sequence tokens)"
+            raise ValueError(f"{key}: {text!r}: expected text that a response can contain, {found}")
 
         def contains(token_ids: list[int]) -> bool:
             return text in tokenizer.decode(token_ids)

@@ -45,10 +45,8 @@ def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
     tolerance = rollout.tolerance
     if not rollout.comparable or mismatch is None or mismatch <= tolerance:
         return None
-    return (
-        f"log-probs of trainer and engine differ by {mismatch:.2g} on average of the step, "
-        f"rollout.mismatch.tolerance is {tolerance:g}"
-    )
+    most = f"rollout.mismatch.tolerance is {tolerance:g}"
+    return f"log-probs of trainer and engine differ by {mismatch:.2g} on average of the step, {most}"
 
 
 def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:

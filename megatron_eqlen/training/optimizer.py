@@ -70,10 +70,9 @@ def build_optimizer(
     config = chunks[0].config
     has_te = uses_transformer_engine() and is_te_min_version("2.1.0")
     if options.precision == "bfloat16" and not has_te:
-        raise ValueError(
-            "optimizer.precision: bfloat16 needs a GPU and Transformer Engine 2.1 or newer; without them "
-            "optimizer.offload: true keeps the state off the GPU"
-        )
+        instead = "without them optimizer.offload: true keeps the state off the GPU"
+        needs = "needs a GPU and Transformer Engine 2.1 or newer"
+        raise ValueError(f"optimizer.precision: bfloat16 {needs}; {instead}")
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

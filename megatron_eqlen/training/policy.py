@@ -319,9 +319,9 @@ class Policy:
             limit = f"{self.skipped_in_a_row} in a row, optimizer.max_skipped_updates {allowed}"
             logger.warning("update %d is skipped (%s); %s", self.version + 1, limit, problem)
         if self.skipped_in_a_row > allowed:
+            most = f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             raise finite.NonFiniteError(
-                f"{self.skipped_in_a_row} updates in a row could not be taken, "
-                f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
+                f"{self.skipped_in_a_row} updates in a row could not be taken, {most}"
             )
         return {"train/updates": 0.0, "train/skipped_updates": 1.0}
 

@@ -566,6 +566,13 @@ def test_servers_that_do_not_fit_are_refused_with_what_was_found(fake):
             open_engine(server_recipe([unfit.url], **over))
 
 
+def test_a_server_of_other_gpus_than_the_recipe_says_is_named_once(open_fakes, caplog):
+    engine, (one, *_) = open_fakes("good", "good", tensor_parallel=2)
+    engine.update_weights(new_weights().items(), 1)
+    assert len(caplog.records) == 2, "once for each server"
+    assert f"{one.url}: expected 2 GPUs (rollout.tensor_parallel), found 1: GPU hours" in caplog.text
+
+
 def new_weights() -> dict[str, torch.Tensor]:
     return load_file(folder("qwen3_moe", 1) / "model.safetensors")
 

@@ -684,6 +684,14 @@ def test_a_turn_that_opens_calls_without_end_is_read_in_time():
     assert time.monotonic() - began < 5
 
 
+def test_limits_of_the_python_tool_are_limits():
+    for name, value in {"timeout": -1.0, "memory_mb": -5, "longest_output": 0}.items():
+        expected = "expected a number above 0, below 1e9"
+        with pytest.raises(ValueError, match=rf"^environment.options.{name}: {expected}, found {value}$"):
+            PythonTool.start(**{name: value})
+    assert PythonTool(QUESTION, 0, longest_output=1)._short("xyz") == "\n... (3 characters)\n"
+
+
 def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
     request.addfinalizer(PythonTool.end)
     tool = PythonTool(QUESTION, 0, sandbox="best_effort", timeout=2.0, longest_output=100)

@@ -523,7 +523,7 @@ def test_a_harvest_of_a_benchmark_has_no_limits_of_a_step_nor_asks_for_a_loss(na
     limits = asked.rollout.staleness, asked.rollout.carry_over, asked.rollout.tokens_per_step
     assert limits == (0, False, None)
     few, _ = answering(load(f"recipes/{name}.yaml", [*over, "steps=6"]), first.name)
-    assert "warmup" not in str(remarks(Job(few))), "nothing is trained"
+    assert "warmup" not in str([*remarks(Job(few))]), "nothing is trained"
     greedy = load(f"recipes/{name}.yaml", [*over, "evaluation.samples=1"])
     with pytest.raises(ValueError, match=r"expected evaluation.samples above 1 .*, found one response"):
         answering(greedy, first.name)

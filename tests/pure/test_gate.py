@@ -3,12 +3,14 @@
 import asyncio
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import uvicorn
 
+from megatron_eqlen.engines.server import __main__ as starter
 from megatron_eqlen.engines.server import gate, requests
 from megatron_eqlen.engines.server.gate import (
     CALLS,
@@ -149,3 +151,14 @@ def test_who_has_no_secret_keeps_neither_memory_nor_a_connection(connect, monkey
             assert len(head) > 2**20
             return
         assert answer[9:12] == status
+
+
+def test_a_server_takes_keys_of_the_recipe_before_and_behind_its_options(monkeypatch):
+    monkeypatch.setenv(KEY, "key")
+    asked = []
+    monkeypatch.setattr(starter, "load", lambda *words: asked.append(words) or sys.exit())
+    for words in (["seed=3", "--port", "1", "steps=2"], ["--port", "1", "seed=3", "steps=2"]):
+        monkeypatch.setattr(sys, "argv", ["server", "recipe.yaml", *words])
+        with pytest.raises(SystemExit):
+            starter.main()
+    assert asked == [("recipe.yaml", ["seed=3", "steps=2"])] * 2

@@ -240,7 +240,7 @@ def test_on_policy_refuses_what_would_bias_it(keys, message):
 def test_a_budget_that_cuts_on_policy_streams_or_responses_is_remarked():
     cut = {"rollout": {"tokens_per_step": 100}}
     for settings in (repaired(**cut), recipe(sampling="independent", objective="dr_grpo", **cut)):
-        assert "unbiased only with rollout.carry_over" in remarks(Job(settings))[-1]
+        assert "unbiased only with rollout.carry_over" in [*remarks(Job(settings))][-1]
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
     assert "unbiased" not in "".join(remarks(Job(carried)))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 import torch
 
 from tests.kit.marks import EACH_WEEK
 from tests.kit.tree_samples import pack
+from tools import bench
 from tools.benchmarks import gpu, scale, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
@@ -21,6 +23,19 @@ def run(benchmark, *options: str) -> list[dict]:
         return benchmark.run(parser.parse_args(options))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("trees --pairs 3 0", "argument --pairs: expected a number from 1 on, found 0"),
+    ("gpu --head-dims -1", "argument --head-dims: expected a number from 1 on, found -1"),
+    ("servers --kept 0 -1", "argument --kept: expected a number from 0 on, found -1"),
+    ("scale --gpus 8 7", "argument --gpus: expected a multiple of 8, found 7"),
+])  # fmt: skip
+def test_a_number_that_nothing_can_be_measured_with_is_named(capsys, monkeypatch, words, said):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert capsys.readouterr().err.endswith(f"error: {said}\n")
 
 
 def test_trees_against_2n_and_n_plus_1(capsys):

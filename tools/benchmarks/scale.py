@@ -58,8 +58,14 @@ DECODE_SECONDS = 0.025
 GRADER = "tools.research.coin:Coin"
 
 
+def _eights(text: str) -> int:
+    if int(text) % 8:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 8, found {text}")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512], help="multiples of 8")
+    parser.add_argument("--gpus", type=_eights, nargs="+", default=[8, 64, 512], help="multiples of 8")
     parser.add_argument("--median", type=int, default=6000, help="of response lengths")
     parser.add_argument("--limit", type=int, default=32768, help="longest response")
     parser.add_argument("--shorter", type=int, default=16, help="divisor of the lengths that are harvested")

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: loopback)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     authorization()  # without a secret, refuse before anything is loaded
     recipe = with_model(load(args.recipe, args.overrides))
     layout.require(layout.engine(recipe.rollout, read_config(local_path(recipe.model))))

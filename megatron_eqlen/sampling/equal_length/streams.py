@@ -63,10 +63,9 @@ class EqualLength(SamplingKind):
         units: list[ComparisonUnit] = []
         for i, pair in enumerate(pairs):
             if len(pair.a) != len(pair.b):
-                raise ValueError(
-                    f"stream {rollout.prompt_id}/{rollout.index}: pair {i}: expected sides of equal length, "
-                    f"found {len(pair.a)} and {len(pair.b)} tokens"
-                )
+                where = f"stream {rollout.prompt_id}/{rollout.index}: pair {i}"
+                found = f"found {len(pair.a)} and {len(pair.b)} tokens"
+                raise ValueError(f"{where}: expected sides of equal length, {found}")
             if (of_pair := rewards[i]) is not None:
                 of_sides, skips = [nodes[side.number] for side in pair], not on_policy
                 unit = ComparisonUnit(rollout.prompt_id, [*pair], of_sides, [*of_pair], skip_equal=skips)
