@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=256, help="held-out questions")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if min(args.train, args.test) < 1:
+        parser.error(f"--train and --test: expected numbers from 1 on, found {args.train} and {args.test}")
     rng = random.Random(args.seed)
     factors = rng.sample([(a, b) for a in NUMBERS for b in NUMBERS], args.train + args.test)
     for name, pairs in (("test", factors[: args.test]), ("train", factors[args.test :])):

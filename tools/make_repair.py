@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=64, help="held-out folders")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if min(args.train, args.test) < 1:
+        parser.error(f"--train and --test: expected numbers from 1 on, found {args.train} and {args.test}")
     shown = make_folders(args.out, args.train + args.test, random.Random(args.seed))
     rows = [{"question": question(number), "answer": str(number)} for number in range(len(shown))]
     write_lines(args.out / "test.jsonl", rows[: args.test])

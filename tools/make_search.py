@@ -223,10 +223,14 @@ def main() -> None:
     parser.add_argument("--words", type=float, help="mean number before the code of --late (default: 50)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if min(args.train, args.test) < 1:
+        parser.error(f"--train and --test: expected numbers from 1 on, found {args.train} and {args.test}")
     names = ("words", "pauses", "closing")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if other := given.keys() & ({"pauses", "closing"} if args.late else {"words"}):
         parser.error(f"--{min(other)} has no effect with{'' if args.late else 'out'} --late")
+    if below := [name for name, value in given.items() if not value >= 0]:
+        parser.error(f"--{below[0]}: expected a mean number from 0 on, found {given[below[0]]:g}")
     count, late = args.train + args.test, args.late
     rows = make_late_rows(count, args.seed, **given) if late else make_rows(count, args.seed, Dials(**given))
     write_rows(args.out / "test.parquet", rows[: args.test])

@@ -41,6 +41,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-prompt-length", type=int, help="tokens (default: 2048); needs --tokenizer")
     parser.add_argument("--workers", type=int, default=2, help="processes that check gold answers")
     args = parser.parse_args()
+    if args.workers < 1:
+        parser.error(f"--workers: expected a number from 1 on, found {args.workers}")
     if args.max_prompt_length is None:
         args.max_prompt_length = 2048
     elif args.max_prompt_length < 1 or not args.tokenizer:

@@ -13,7 +13,7 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.job import load
 from tests.kit import ROOT
-from tools import make_search
+from tools import make_calculator, make_repair, make_search
 from tools.make_search import Dials, make_late_rows, make_rows, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -102,4 +102,18 @@ def test_an_option_of_the_other_task_is_refused(tmp_path, monkeypatch, capsys, w
     with pytest.raises(SystemExit):
         make_search.main()
     assert "has no effect with" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("tool", "words", "said"), [
+    *((tool, ["--train", "-1"], "--train and --test: expected numbers from 1 on, found -1 and ")
+      for tool in (make_search, make_calculator, make_repair)),
+    (make_search, ["--pauses", "-1"], "--pauses: expected a mean number from 0 on, found -1"),
+    (make_search, ["--late", "--words", "nan"], "--words: expected a mean number from 0 on, found nan"),
+])  # fmt: skip
+def test_numbers_of_which_nothing_is_made_are_refused(tmp_path, monkeypatch, capsys, tool, words, said):
+    monkeypatch.setattr("sys.argv", ["tool", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert f"error: {said}" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
