@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
 import re
 import sys
@@ -367,6 +368,32 @@ def check_trained_once(case: dict, steps: list, interval: float, cls: type[Deale
         assert not complete
         assert lessons == lessons_of(whole, recipe)
         assert max(run.graded.values(), default=1) == 1, "nothing is graded or taught twice"
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_a_carried_rollout_that_ended_before_a_kill_keeps_its_grades(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
+    run = Run(tmp_path, recipe_of(SIMPLE | {"kind": kind, "teacher": True}), end=0.15)
+    run.step(0, prompts_of(0, 3), budget=30)
+    assert run.graded, "of parts that are final"
+    assert run.suspended
+    run.step(1, [], budget=None, kills=(4,) * 12)
+    assert max(run.graded.values()) == 1, "nothing is graded or taught twice"
+
+
+def test_a_rollout_that_is_suspended_again_keeps_its_origin():
+    first, second = RolloutOrigin(1, 3), RolloutOrigin(2, 5)
+    ends = {"p": "suspended", "q": "suspended", "r": "truncated", "s": "suspended"}
+    rollouts = [
+        replace(stream_with("01", end), prompt=Prompt(name, [1], "q", "math", "0"))
+        for name, end in ends.items()
+    ]
+    carried = CarryOver({("p", 0): first, ("r", 0): first})
+    for batch in (rollouts[:3], rollouts[3:]):  # of prompts
+        carried = carried.suspend(batch, second)
+    assert carried.suspended == {("p", 0): first, ("q", 0): second, ("s", 0): second}
+    position = json.loads(json.dumps(carried.position()))
+    assert CarryOver.at(position) == CarryOver(suspended=carried.suspended)
 
 
 class RoutingByVersion(Lockstep):

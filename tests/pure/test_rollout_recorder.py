@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pickle
@@ -10,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,7 @@ import pyarrow.compute as pc
 import pytest
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.record.arrow_log import batches
+from megatron_eqlen.record.arrow_log import ArrowLog, batches
 from megatron_eqlen.record.format import BATCH_BYTES, SEGMENTS
 from megatron_eqlen.record.reader import (
     fill_numbers,
@@ -473,3 +475,69 @@ def test_a_journal_stays_while_a_prompt_of_it_is_not_harvested(tmp_path):
         remove_open_tracks(recorded_files(tmp_path), prompt_ids)
         assert [path.name for path in tmp_path.glob("open-*")] == ["open-rank-0.arrow"] * stays
         assert recorder.path.exists()
+
+
+def test_rollouts_on_disk_are_never_ahead_of_the_tokens_of_their_moment(tmp_path, monkeypatch):
+    """Of a disk that takes one batch more."""
+    recorder = Recorder(tmp_path / "rank-0.arrow")
+    recorder.track_launched(track := Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0))
+    grown(track, [1, 2], extras=False)
+    recorder.rollout_completed(TREE, 2)
+    write, written = ArrowLog.write, []
+
+    def stopping(log: ArrowLog, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            written.append(batch)
+        if len(written) <= 1:
+            write(log, batch)
+
+    monkeypatch.setattr(ArrowLog, "write", stopping)
+    recorder.decode_step_finished(last=True)
+    recorder._thread.submit(int).result()
+    progress = read_progress(tmp_path, [prompt("a"), TREE.prompt], make_recipe())
+    assert len(written) == 2
+    assert (len(progress.partial), len(progress.rollouts)) == (1, 0)
+
+
+def test_nothing_is_written_after_a_failure(tmp_path, monkeypatch):
+    recorder, begins, tried = Recorder(tmp_path / "rank-0.arrow"), threading.Event(), []
+
+    def full(log: ArrowLog, batch: pa.RecordBatch) -> None:
+        tried.append(batch)
+        begins.wait(5)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArrowLog, "write", full)
+    recorder.write(STREAM)
+    recorder.write(TREE)
+    begins.set()
+    with pytest.raises(OSError, match="No space left"):
+        recorder.close()
+    assert len(tried) == 1
+
+
+def test_a_rollout_without_parts_is_recorded_beside_another_of_its_prompt(tmp_path):
+    both = [EMPTY, replace(EMPTY, index=1)]
+    kit.record(tmp_path / "rank-0.arrow", both)
+    assert read_step(tmp_path) == both
+
+
+def test_the_grade_of_scoring_replaces_the_environments(tmp_path):
+    tokens = Tokens.of([4, 9], [-1.0, -1.0])
+    of_environment, final = Grade(0.5, "scored"), Grade(0.25, "scored", detail="weighed")
+    with Recorder(tmp_path / "rank-0.arrow") as recorder:
+        recorder.rollout_completed(kit.group(prompt("p"), 0, [Part(tokens, "stop", of_environment)]), 2)
+        recorder.decode_step_finished(last=True)
+    (part,) = read_step(tmp_path)[0].parts
+    assert part.grade == of_environment
+    taught = tokens.with_column("teacher", np.array([-0.5, -0.25], np.float32))
+    graded = kit.group(prompt("p"), 0, [Part(taught, "stop", final)])
+    record_grades(tmp_path / "rank-0.arrow", [graded])
+    (part,) = read_step(tmp_path)[0].parts
+    assert (part.grade, part.tokens) == (final, taught)
+    (part,) = read_step(tmp_path, without=["teacher"])[0].parts
+    assert (part.grade, part.tokens) == (final, tokens)
+    (skeleton,) = skeletons = read_skeletons(step_files(tmp_path))
+    fill_numbers(skeletons, step_files(tmp_path))
+    assert skeleton.parts[0].tokens["teacher"].tolist() == [-0.5, -0.25]
+    assert skeleton.prompt.gold == prompt("p").gold == "1"
