@@ -143,9 +143,10 @@ def _resumed_rollouts(
     suspended = {key: rollout for key, rollout in recorded.rollouts.items() if rollout.suspended}
     if missing := [key for key in resumed if key not in suspended]:
         (prompt_id, index), there = missing[0], len(resumed) - len(missing)
-        expected = f"expected {len(resumed)} suspended rollouts, which this step resumes, found {there}"
+        expected = f"expected {len(resumed)} suspended rollouts, which this step resumes"
+        found = f"found {there} of them: {prompt_id}/{index} is missing"
         ways = "go back to an earlier checkpoint, or start a new run from its weights (model.path)"
-        raise PartialRolloutError(f"{before}: {expected}: {prompt_id}/{index} is missing; {ways}")
+        raise PartialRolloutError(f"{before}: {expected}, {found}; {ways}")
     # whatever these tracks hold, earlier steps generated: it is not counted again
     return {
         key: PartialRollout(
