@@ -57,7 +57,7 @@ REFUSED = {
         r"perform_initialization|variable_seq_lengths|use_cpu_.*|.*_func|.*init_method.*|init_model.*|transformer_impl|moe_enable_routing.*"
         r"|hetereogenous.*|heterogeneous.*|cpu_offloading.*|use_distributed_optimizer|average_in_collective|.*fsdp.*"
         r"|overlap_param_gather|align_param_gather|num_distributed_optimizer_instances|check_for_.*|reuse_grad.*"
-        r"|gradient_reduce_div_fusion|.*sharding_strategy|_.*": "this package sets it",
+        r"|gradient_reduce_div_fusion|.*sharding_strategy|test_mode|_.*": "this package sets it",
     },
     "rollout.vllm": {
         r"model|tokenizer.*|skip_tokenizer_init|hf_config_path|revision|code_revision|load_format|config_format"

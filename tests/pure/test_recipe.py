@@ -86,6 +86,7 @@ MISTAKES = [
     ("model.megatron.attention_backend=flash cluster.device=cpu", "gpu, found flash with cpu: token trees"),
     ("model.megatron.attention_backend=fused", "attention_backend: expected flash, with cluster.device: gpu"),
     ("model.megatron.hidden_size=3", "hidden_size: refused: the model's config.json says it"),
+    ("model.megatron.test_mode=true", "test_mode: refused: this package sets it"),
     ("model.megatron.no_rope_freq=[0,1]", "no_rope_freq: refused: the model's config.json says it"),
     ("model.megatron.glu_linear_offset=0.5", "refused: the model's config.json says it"),
     ("model.megatron.moe_mlp_glu_interleave_size=32", "refused: the model's config.json says it"),
