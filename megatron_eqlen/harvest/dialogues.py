@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -187,10 +187,10 @@ class Dialogues:
                         self.fork_error = error
                     break
 
-    def finished(self, idle: bool) -> list[Call]:
-        """Return calls that have ended, or taken too long: a failure. ``idle``: wait a moment for one."""
+    def finished(self, idle: bool) -> Iterator[Call]:
+        """Yield calls that have ended, or taken too long: a failure. ``idle``: wait a moment for one."""
         if not self.calls:
-            return []
+            return
         wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
         now = time.perf_counter()
         for call in self.running:
@@ -199,21 +199,21 @@ class Dialogues:
                 call.leave()
                 call.result, call.ended = Future(), now
                 call.result.set_exception(_late(self.timeout))
-        ended = [call for call in self.running if call.result.done()]
-        self.running = [call for call in self.running if call not in ended]
+        for call in [call for call in self.running if call.result.done()]:
+            self.running.remove(call)
+            self._called.append(call.ended - call.started)
+            yield call
         self._admit()
-        self._called += [call.ended - call.started for call in ended]
-        return ended
 
     def take(self, call: Call) -> None:
         """Use the result of a call: the track continues or has ended. Raises EngineError if a new environment
         in place of a copy gave other answers: to drop its rollout would be to drop those that fork."""
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
+        self._states.setdefault(call.key, {})[track.number] = _State(environment, track, call.turns)
         if changed and self.fork_error is not None:
             otherwise = f"cannot be told the messages: it answers {changed} of them otherwise"
             raise EngineError(f"{text_of(self.fork_error)}; a new environment {otherwise}")
         self._due.pop(track, None)
-        self._states.setdefault(call.key, {})[track.number] = _State(environment, track, call.turns)
         if given is None:
             track.finish(grade)
         else:
@@ -255,7 +255,7 @@ class Dialogues:
         """Give up all environments."""
         if self.conversations is None:
             return
-        for key in list(self._states):
+        for key in {*self._states, *(call.key for call in self.calls)}:
             self.end(key)
         if late := wait(self._closing, self.timeout).not_done:
             log.warning("%d environments did not close in %g s", len(late), self.timeout)
