@@ -142,6 +142,7 @@ def test_a_run_begins_after_a_step_of_another_one_on_more_ranks(home, trained):
     ("metrics.jsonl", None, 3, "metrics.jsonl: expected the updates of all steps before step 3"),
     ("streams/step-00000001", None, 3, "streams: expected step-00000000 to step-00000001, found 2 steps"),
     ("streams/step-00000001", None, 2, "streams (2 of 1 to 3, nearest 1), found 2"),
+    ("streams/step-00000001/grades-rank-0.arrow", None, 2, "streams (2 of 1 to 3, nearest 1), found 2"),
     ("streams/step-00000000/grades-rank-0.arrow", 400, 1, "expected grades of all responses, found none of"),
     ("checkpoints/step-00000002/metadata.json", 9, 3, "bare/checkpoints/step-00000002/metadata.json: trunc"),
 ])  # fmt: skip
