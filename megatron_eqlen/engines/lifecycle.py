@@ -82,10 +82,10 @@ def _naming(rollout: RolloutRecipe, max_model_len: int) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        keys = ("kv_cache_gib", "gpu_memory_utilization", "block_size")
-        given = ", ".join(f"rollout.{key} {getattr(rollout, key)}" for key in keys)
-        paths = f"paths of {max_model_len} tokens{f' and {rollout.vllm}' * bool(rollout.vllm)}"
-        raise ValueError(f"vLLM does not start with {given} and {paths}: {error}") from error
+        memory = f"{rollout.kv_cache_gib}, rollout.gpu_memory_utilization {rollout.gpu_memory_utilization}"
+        sizes = f"rollout.block_size {rollout.block_size} and paths of {max_model_len} tokens"
+        given = f"{memory}, {sizes}{f' and {rollout.vllm}' * bool(rollout.vllm)}"
+        raise ValueError(f"vLLM does not start with rollout.kv_cache_gib {given}: {error}") from error
 
 
 @contextmanager
