@@ -85,7 +85,7 @@ def _number_problems(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: expected at most {most}, found {value}"
     for name, (default, least, most) in OF_OPTIMIZER.items():
         value: Any = recipe.model.megatron.get(name, default)
-        if not least <= value <= most:
+        if type(value) not in (int, float) or not least <= value <= most:
             yield f"model.megatron.{name}: expected {least} to {most}, found {value}"
 
 
