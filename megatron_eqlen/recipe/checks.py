@@ -21,6 +21,7 @@ LARGEST = {int: 10**12, float: 1e30}
 LARGEST_OF = {
     "group_size": 2**20, "data.prompts_per_step": 2**20, "evaluation.samples": 2**20,
     "reward.timeout": 10**5, "reward.code_timeout": 10**5, "environment.timeout": 10**5,
+    "reward.step_timeout": 10**9, "rollout.request_timeout": 10**9,
 }  # fmt: skip
 """Largest numbers of lines that memory holds, and of seconds that the kernel waits for an answer."""
 
