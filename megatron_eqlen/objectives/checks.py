@@ -245,11 +245,11 @@ def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"loss.overlong_buffer: {buffer} is not below rollout.max_response_length {longest}"
     if objective.advantage is none and not recipe.teacher:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
-    graders = {each.grader or "" for each in recipe.data_sets.values()}
+    graders = {each.grader or "": f"{key}.grader" for key, each in recipe.data_sets.items()}
     # without a name the rows say theirs, and a factory of one's own gets all limits
-    named = all(name in LIMITED or (name and is_reward_function(name)) for name in graders)
+    named = all(name in LIMITED or (name and is_reward_function(name, key)) for name, key in graders.items())
     for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
-        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders:
+        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders.keys():
             found = ", ".join(sorted(graders))
             yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
 

@@ -21,6 +21,7 @@ LARGEST = {int: 10**12, float: 1e30}
 LARGEST_OF = {
     "group_size": 2**20, "data.prompts_per_step": 2**20, "evaluation.samples": 2**20,
     "reward.timeout": 10**5, "reward.code_timeout": 10**5, "environment.timeout": 10**5,
+    "reward.step_timeout": 10**9, "rollout.request_timeout": 10**9,
 }  # fmt: skip
 """Largest numbers of lines that memory holds, and of seconds that the kernel waits for an answer."""
 
@@ -85,7 +86,7 @@ def _number_problems(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: expected at most {most}, found {value}"
     for name, (default, least, most) in OF_OPTIMIZER.items():
         value: Any = recipe.model.megatron.get(name, default)
-        if not least <= value <= most:
+        if type(value) not in (int, float) or not least <= value <= most:
             yield f"model.megatron.{name}: expected {least} to {most}, found {value}"
 
 

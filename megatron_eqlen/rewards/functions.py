@@ -204,25 +204,25 @@ def own_code(path: str) -> Iterator[None]:
         raise ValueError(f"{path}: {fault_of(error)}") from error
 
 
-def is_reward_function(path: str) -> bool:
+def is_reward_function(path: str, key: str = "grader") -> bool:
     """Return True if ``path`` names a function of a response, False for a factory of graders: a class, or a
     function of the recipe's ``reward`` section (and ``seed``) alone. Raises ValueError for others."""
-    loaded = load_object(path, "grader")
+    loaded = load_object(path, key)
     if inspect.isclass(loaded):
         if "__call__" in vars(loaded):
             module, _, name = path.partition(":")
             remedy = f"write `reward = {name}()` below it and name {module}:reward"
             expected = "expected a function or an instance, found a class to be called"
-            raise ValueError(f"grader: {path}: {expected}: {remedy}")
+            raise ValueError(f"{key}: {path}: {expected}: {remedy}")
         return False
-    parameters = _parameters(loaded, path, "grader")
+    parameters = _parameters(loaded, path, key)
     if _takes_response(parameters):
         return True
     # a factory needs the `reward` section, and besides it at most `seed`
     given = _by_name(parameters).values()
     required = [one.name for one in given if one.default is one.empty and one.name != "seed"]
     if len(required) != 1:
-        raise ValueError(_not_a_reward(parameters, path, "grader"))
+        raise ValueError(_not_a_reward(parameters, path, key))
     return False
 
 

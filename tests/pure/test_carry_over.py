@@ -126,7 +126,8 @@ class Run:
             if rollout.suspended
         }
         found.sort(key=training_order)
-        assert bool(list(folder.glob(OPEN_FILES))) == bool(self.suspended)
+        # rollouts that have not begun have no tracks, and their file may go
+        assert self.suspended or not list(folder.glob(OPEN_FILES))
         assert read_step(folder) == found, "a replay trains the same"
         return found
 
@@ -286,6 +287,7 @@ SIMPLE = {
     [(1, 20, 1, []), (1, 5, 1, []), (2, 60, 1, [])],
     0.0,
 )
+@example(SIMPLE | {"seed": 20, "limit": 4, "end": 0.4}, [(3, 20, 2, [])], 0.0)  # all of the suspended waited
 @given(cases, steps, st.sampled_from([0.0, 0.0005]))
 def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_that_trains_all_at_once(
     case, steps, interval

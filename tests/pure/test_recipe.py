@@ -23,7 +23,7 @@ from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
-from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, others
+from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, engine_options, others
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.checks import check_effects, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
@@ -119,6 +119,8 @@ MISTAKES = [
     ("data.sources.0.grader=math reward.code_timeout=60", "code_timeout: 60.0 acts only with the grader"),
     ("data.sources.0.grader=tests.kit.rubrics:even_length reward.timeout=60",
      "reward.timeout: 60.0 acts only with the grader math, found tests.kit.rubrics:even_length"),
+    ("data.sources.0.grader=shutil:copyfile",
+     "data.sources.0.grader: shutil:copyfile: expected a parameter that takes the response, one of "),
     (f"group_size={10**20}", f"group_size: expected at most 1048576, found {10**20}"),
     (BENCHMARK + f"evaluation.samples={10**7}", "evaluation.samples: expected at most 1048576, found 100000"),
     (f"packing.max_tokens_per_row={10**20}", f"max_tokens_per_row: expected at most {10**12}, found 1000"),
@@ -126,6 +128,8 @@ MISTAKES = [
     ("optimizer.lr=1e300", "optimizer.lr: expected at most 1e+30, found 1e+300"),
     ("rollout.kv_cache_gib=1e300", "rollout.kv_cache_gib: expected at most 1e+30, found 1e+300"),
     ("reward.timeout=1e6", "reward.timeout: expected at most 100000, found 1000000.0"),
+    ("reward.step_timeout=1e10", "reward.step_timeout: expected at most 1000000000, found 10000000000.0"),
+    ("rollout.request_timeout=1e20", "rollout.request_timeout: expected at most 1000000000, found 1e+20"),
     ("model.megatron.attention_softmax_in_fp32=true", "softmax_in_fp32: True has no effect: nothing reads"),
     ("model.megatron.num_layers_at_end_in_bf16=1", "end_in_bf16: 1 has no effect: nothing reads"),
     ("model.megatron.clip_grad=-1", "model.megatron.clip_grad: expected 0 to 1e+30, found -1"),
@@ -202,6 +206,14 @@ def test_a_mistake_is_an_error_that_names_the_key(tmp_path, overrides, message):
         load(path, words)
     assert message in str(error.value)
     assert len(re.findall("found", str(error.value))) < 2, "told once"
+
+
+@pytest.mark.parametrize("value", ["0.9", None, [0.9]])
+def test_a_number_of_the_optimizer_is_one_also_where_megatron_is_not_installed(value, monkeypatch):
+    monkeypatch.setattr(engine_options, "_fields", lambda place: {})
+    expected = f"model.megatron.adam_beta1: expected 0 to 0.9999999, found {value}"
+    with pytest.raises(RecipeError, match=re.escape(expected)):
+        small(model={"path": "m", "megatron": {"adam_beta1": value}})
 
 
 def test_how_benchmarks_are_sampled_needs_some_unless_the_recipe_lists_none():
