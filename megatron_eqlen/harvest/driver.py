@@ -107,8 +107,8 @@ class Driver:
                 self.finish_decode_step()
             self.finish_decode_step(last=True)
         finally:
+            self.dialogues.close()  # first: a dead engine may raise an error at each call
             self.engine.abort(list(self.in_flight))
-            self.dialogues.close()
 
     def admit(self) -> None:
         """Start harvesters while the engine has free slots. The rest wait here: in the engine's queue a fork

@@ -345,30 +345,29 @@ def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harves
 @pytest.mark.parametrize("fault", ["an environment", "the engine"])
 def test_a_harvest_that_ends_with_an_error_gives_up_all_environments(fault):
     """Those whose answers came with the fault, and one that is still being made."""
-    used, asked, ended = list[Environment](), threading.Event(), threading.Event()
+    closed, asked, ended = list[Environment](), threading.Event(), threading.Event()
 
     class Used(Answers):
         def __init__(self, prompt, seed):
             super().__init__(prompt, seed)
             if prompt.prompt_id == "q3":
                 assert ended.wait(30)
-            used.append(self)
 
         def step(self, message):
-            if self.prompt_id == "q2":
-                asked.set()
             assert asked.wait(30)
             if self.prompt_id == "q0" and fault == "an environment":
                 raise ConnectionError("no server")
             return super().step(message)
 
         def close(self):
-            used.remove(self)
+            closed.append(self)
 
     def step():
         if all(name.startswith("q4") for name in engine.paths):
-            time.sleep(0.2)  # in which the first three answer
+            asked.set()
+            time.sleep(0.2)  # in which those of three prompts answer
             if fault == "the engine":
+                engine.abort = MagicMock(side_effect=EngineError("it is gone for good"))
                 raise EngineError("it is gone")
         return [engine.next(name) for name in list(engine.paths)[:1]]
 
@@ -376,15 +375,15 @@ def test_a_harvest_that_ends_with_an_error_gives_up_all_environments(fault):
     settings = recipe(limit=9, sampling="independent", objective="grpo")
     ends = settings.reward.model_copy(update={"on_error": "end"})
     settings = settings.model_copy(update={"reward": ends})
-    plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speaking(Used, workers=5))
+    plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speaking(Used, workers=10))
     alternating = iter([CALL, END] * 10_000)
     engine = Drawing(lambda name, shares: next(alternating), row)
     engine.step = step
     with pytest.raises(EngineError, match="it is gone" if fault == "the engine" else "no server"):
         harvest(engine, plan)
-    assert len(used) == 0
+    assert within(30, lambda: len(closed) == 6), "two of each prompt have answered"
     ended.set()
-    assert within(30, lambda: len(used) == 0)
+    assert within(30, lambda: len(closed) == 8)
 
 
 def test_a_call_that_waits_begins_where_the_one_before_it_ends_its_rollout():
