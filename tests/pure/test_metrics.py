@@ -23,8 +23,10 @@ from tests.kit import ROOT
 STAGES = {declared.name.split("/")[0] for declared in DECLARED} - {"evaluation"}
 
 
-def segment(length: int, finish_reason: str | None = "stop") -> Part:
-    return Part(Tokens.of(list(range(length)), [0.0] * length), finish_reason)
+def segment(length: int, finish_reason: str | None = "stop", given: int = 0) -> Part:
+    """Return a part whose last ``given`` tokens are of an environment, and all of which have a mask."""
+    columns = {"given": [[]] * (length - given) + [[0]] * given, "kept": [[1] * (length + 1)] * length}
+    return Part(Tokens.of(list(range(length)), [0.0] * length, **columns), finish_reason)
 
 
 names = map(str, itertools.count())
@@ -35,12 +37,12 @@ def prompt() -> Prompt:
 
 
 def stream(*lengths: int) -> Rollout:
-    pairs = [(segment(length), segment(length, None)) for length in lengths]
-    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length"))
+    pairs = [(segment(length, given=length // 2), segment(length, None, length // 2)) for length in lengths]
+    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length", given=1))
 
 
 def group(lengths: list[int]) -> Rollout:
-    return kit.group(prompt(), 0, [segment(n, "stop" if n % 2 else "length") for n in lengths])
+    return kit.group(prompt(), 0, [segment(n, "stop" if n % 2 else "length", n // 2) for n in lengths])
 
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
