@@ -20,6 +20,7 @@ from megatron_eqlen.cli import commands
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job, load, parse
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
@@ -686,14 +687,40 @@ def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inpu
     assert not (tmp_path / "run" / "contents.json").exists()
 
 
+def run_of_three_steps(folder: Path) -> Path:
+    """Make a run with checkpoints after steps 2 and 3, evaluated before and after them."""
+    for step in ("step-00000002", "step-00000003"):
+        checkpoint = folder / "checkpoints" / step
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "common.pt").write_text(step)
+        checkpoint_folder.write_manifest(checkpoint, checkpoint_folder.describe(checkpoint, ["common.pt"]))
+    for name in ("metrics.jsonl", "evaluation/before.json", "evaluation/after.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    for number in range(3):
+        (folder / f"streams/step-0000000{number}").mkdir(parents=True)
+        (folder / f"streams/step-0000000{number}/rank-0.arrow").touch()
+    return folder
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_run_that_begins_from_a_step_has_what_was_known_then_and_no_damaged_weights(tmp_path, carries):
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
+    folder = RunFolder(small(run_dir=str(run)))
+    (weights := source / "checkpoints/step-00000002/common.pt").write_text("step-0000000!")
+    with pytest.raises(CheckpointError, match=r"common\.pt: damaged: expected crc32"):
+        folder.begin_from(f"{source}@2", carries)
+    weights.write_text("step-00000002")
+    folder.begin_from(f"{source}@2", carries)
+    checkpoint = [f"checkpoints/step-00000002/{name}" for name in ("common.pt", "manifest.json")]
+    expected = {"events.jsonl", "metrics.jsonl", "evaluation/before.json", "checkpoints/latest", *checkpoint}
+    expected |= {"streams/step-00000001/rank-0.arrow"} if carries else set()  # the last step's rollouts
+    assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == expected
+    assert (run / "evaluation/before.json").read_text() == "evaluation/before.json"
+
+
 def test_a_run_that_has_only_copied_the_step_it_begins_from_takes_another_recipe(tmp_path):
-    source, run = tmp_path / "source", tmp_path / "run"
-    checkpoint = source / "checkpoints/step-00000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "common.pt").touch()
-    checkpoint_folder.write_manifest(checkpoint, checkpoint_folder.describe(checkpoint, ["common.pt"]))
-    (source / "metrics.jsonl").touch()
-    (source / "streams/step-00000001").mkdir(parents=True)
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
     recipe, other = (small(run_dir=str(run), model={"path": path}) for path in ("refused", "right"))
     for each in (recipe, recipe, other):
         folder = RunFolder(each)
