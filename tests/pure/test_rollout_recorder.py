@@ -238,6 +238,18 @@ def test_a_file_that_is_no_record_or_of_another_version_is_refused_in_words(tmp_
         read_step(tmp_path)
 
 
+def test_a_closed_file_has_nothing_behind_its_rollouts(tmp_path):
+    """Such as another file's, which would not be read."""
+    path = tmp_path / "rank-0.arrow"
+    kit.record(path, [GROUP])
+    first = path.read_bytes()
+    path.unlink()
+    kit.record(path, [STREAM])
+    path.write_bytes(first + path.read_bytes())
+    with pytest.raises(ValueError, match=r"/rank-0\.arrow: damaged: expected no more bytes"):
+        read_step(tmp_path)
+
+
 def shape(rollout) -> list:
     """Return all that is decided without arrays."""
     facts = [(len(s), s.finish_reason, s.grade, "kept" in s.tokens) for s in rollout.parts]
