@@ -745,6 +745,27 @@ def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tm
     assert "steps: 9" in stored.read_text()
 
 
+def test_a_run_that_has_begun_keeps_the_commit_of_its_model(tmp_path):
+    here, pinned = {"run_dir": str(tmp_path / "run")}, {"path": "ann/tiny", "revision": "a" * 40}
+    RunFolder(recipe := small(model=pinned, **here)).open(recipe)
+    (tmp_path / "run/streams/step-00000000").mkdir(parents=True)
+    RunFolder(recipe).check(small(model={"path": "ann/tiny"}, **here))
+    with pytest.raises(RecipeError, match=r"model.revision: 'a{40}' -> 'b{40}'"):
+        RunFolder(recipe).check(small(model=pinned | {"revision": "b" * 40}, **here))
+
+
+def test_a_run_that_goes_on_after_its_end_keeps_what_it_exported_and_evaluated(tmp_path):
+    folder = RunFolder(small(run_dir=str(tmp_path)))
+    for name in ("export/model.safetensors", "adapter/adapter_config.json", "evaluation/after.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "time": 1.0}\n')
+    folder.reopen()
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.is_file()}
+    ended = {"export-step-00000003/model.safetensors", "adapter-step-00000003/adapter_config.json"}
+    assert found == {"metrics.jsonl", "evaluation/step-00000003.json", *ended}
+
+
 def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     recipe, other, run = small(seed=1), small(seed=2), tmp_path / "run"
     check_harvest(tmp_path / "new", recipe)
