@@ -773,9 +773,12 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     (tmp_path / "cut off/recipe.yaml").write_text(dump(small(seed=1, cluster={"time": "9:00"})))
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed/recipe.yaml").write_text(dump(small(seed=5)))
-    check_harvest(tmp_path / "failed", recipe)
     events.append(tmp_path / "cut off", "harvest")
-    check_harvest(tmp_path / "cut off", recipe)
+    for name in ("failed", "cut off"):
+        (tmp_path / name / "contents.json").write_text("{}")
+        check_harvest(tmp_path / name, recipe)
+    kept = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/contents.json")]
+    assert kept == ["cut off/contents.json"], "one that recorded nothing may read other inputs"
     (run / "streams/step-00000000").mkdir(parents=True)
     (run / "recipe.yaml").write_text(dump(recipe))
     (run / "metrics.jsonl").touch()
