@@ -359,8 +359,8 @@ def test_a_source_of_two_dtypes_rounds_nothing_that_was_trained_in_the_wider_one
 
 @pytest.mark.parametrize(("own", "floats"), [
     (("A_log",), ()), (("A_log", "norm.weight"), ("A_log",)), (("",), ("embed_tokens.weight",)),
-    (("A_log",), ("mtp.fc.weight",)),
-], ids=["one", "another", "all", "beside what is not trained"])  # fmt: skip
+    (("A_log",), ("mtp.fc.weight",)), (("up_proj.weight",), ("up_proj.weight",)),
+], ids=["one", "another", "all", "untrained", "one of two in one"])  # fmt: skip
 def test_a_weight_that_a_checkpoint_alone_has_in_float32_is_not_rounded(tmp_path, own, floats):
     save_tiny(tmp_path / "trained", "qwen3_next", **SHORT["qwen3_next"])
     weights = load_file(tmp_path / "trained/model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
