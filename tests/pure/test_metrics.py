@@ -6,6 +6,7 @@ import math
 import mmap
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -56,6 +57,14 @@ def test_two_replicas_together_report_what_one_would(rollouts, cut):
     parts = [rollout_metrics(rollouts[:cut]), rollout_metrics(rollouts[cut:])]
     for merge in (at_once, in_turn):
         assert merge(parts) == pytest.approx(rollout_metrics(rollouts))
+
+
+def test_routes_are_counted_of_prompts_too():
+    """Each token has the numbers of 2 experts in each of 5 layers, a byte each."""
+    prefix, tokens = (Tokens.of([1] * count, routes=np.zeros((count, 5, 2), np.uint8)) for count in (3, 4))
+    rollout = kit.group(prompt(), 0, [Part(tokens, "stop")], prompt_columns=prefix)
+    assert rollout_metrics([rollout])["harvest/route_bytes"] == (3 + 4) * 5 * 2
+    assert "harvest/route_bytes" not in rollout_metrics([group([4])])
 
 
 def test_the_slowest_rank_of_each_stage_is_named_and_the_most_memory_counts():
