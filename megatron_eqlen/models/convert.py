@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eqlen.files import new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder, writing
 from megatron_eqlen.models import checkpoint_folder, lora, torch_dist
 from megatron_eqlen.models.build import build_model
@@ -71,7 +72,9 @@ def megatron_to_hf(
     weights were trained in a wider one. Raises CheckpointError and WeightsError."""
     refuse_existing(Path(out))
     chunks, adapters, count = _loaded(checkpoint, source, parallel)
-    dtype, entries = next(chunks[0].parameters()).dtype, HFFolder(source).entries.values()
+    dtype, folder, model = next(chunks[0].parameters()).dtype, HFFolder(source), read_config(source)
+    # not what a checkpoint lacks (``mtp.*``), nor a router's bias, which is float32 in any model
+    entries = [folder.entries[name] for each in weight_map(model) if each.trained for name in each.hf]
     known = sum(prod(entry.shape) for entry in entries if DTYPES[entry.dtype] == dtype)
     save_hf(chunks, source, out, dtype if adapters or count > known else None)
 
@@ -145,8 +148,7 @@ def _loaded(
 ) -> tuple[list[PolicyModel], LoraRecipe | None, int]:
     """Return the model with the checkpoint's weights in its widest dtype, the recipe of its adapters or None,
     and how many of its numbers have that dtype."""
-    folder, model = HFFolder(source), read_config(source)
-    check_folder(folder, model)
+    check_folder(HFFolder(source), model := read_config(source))
     path = torch_dist.together(lambda: torch_dist.find_checkpoint(checkpoint))
     metadata = torch_dist.read_metadata(path)
     adapters, (dtype, count) = torch_dist.adapters_of(path, metadata), torch_dist.widest_dtype(metadata)

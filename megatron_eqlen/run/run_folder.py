@@ -263,8 +263,8 @@ def _run_around(folder: Path) -> Path | None:
 
 def _changed(file: Path, recipe: Recipe) -> str:
     """Return the keys that must not change but differ between ``file`` and ``recipe``; empty if none do."""
-    before = load(file)  # keys that were added since then get their defaults
-    changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    # keys that were added since then get their defaults
+    changed = differences(load(file).model_dump(mode="json"), recipe.model_dump(mode="json"))
     # A name on the hub that is not pinned yet stays at the commits of ``file``.
     pins = {key for key, (_, new) in changed.items() if new is None and key.endswith(".revision")}
     fixed = {key: v for key, v in changed.items() if key not in pins and not is_under(key, MAY_CHANGE)}

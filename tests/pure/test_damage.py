@@ -4,12 +4,20 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
 from megatron_eqlen.files import remove_partial, write_text
-from megatron_eqlen.models.checkpoint_folder import CheckpointError, latest
+from megatron_eqlen.models.checkpoint_folder import (
+    BLOCK,
+    CheckpointError,
+    describe,
+    latest,
+    verify,
+    write_manifest,
+)
 from megatron_eqlen.processes.failures import LONGEST, words
 from megatron_eqlen.recipe.contents import changed, is_whole, keep, recorded, written
 from megatron_eqlen.report.status import RunStatus
@@ -75,6 +83,22 @@ def test_a_pointer_that_names_no_checkpoint_is_named_in_a_short_message(tmp_path
     with pytest.raises(CheckpointError, match="latest: names") as caught:
         latest(tmp_path)
     assert len(str(caught.value)) < len(str(tmp_path)) + 200
+
+
+def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path):
+    """Shards of real models have thousands of blocks, those of tiny ones a single one."""
+    content = os.urandom(2 * BLOCK + 100)
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(content)
+    write_manifest(tmp_path, described := describe(tmp_path, [file.name]))
+    assert described == {file.name: {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}}
+    verify(tmp_path)
+    for at in (5, BLOCK, -1):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{file.name}: damaged: expected crc32"):
+            verify(tmp_path)
 
 
 def test_an_export_that_is_not_as_the_run_wrote_it_names_what_changed(tmp_path):

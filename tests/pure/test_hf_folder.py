@@ -254,11 +254,19 @@ def test_fused_experts_of_another_rank_are_named(fused, shape):
 
 
 def tied_with_head(folder, head) -> None:
-    save_tiny(folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    # more rows than are compared at once
+    save_tiny(folder, "qwen3", num_hidden_layers=2, tie_word_embeddings=True, vocab_size=5000)
     rewrite(folder, **{"lm_head.weight": head(load_file(folder / SINGLE)["model.embed_tokens.weight"])})
 
 
-@pytest.mark.parametrize("head", [torch.zeros_like, torch.Tensor.bfloat16, lambda weight: weight + 1e-6])
+def with_another_last_row(weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat([weight[:-1], weight[-1:] + 1])
+
+
+OTHERS = torch.zeros_like, torch.Tensor.bfloat16, lambda weight: weight + 1e-6, with_another_last_row
+
+
+@pytest.mark.parametrize("head", OTHERS)
 def test_a_head_that_differs_from_tied_embeddings_is_refused_by_name(tmp_path, head):
     """Transformers would not tie them, vLLM would: trainer and engine must be one model."""
     tied_with_head(tmp_path, head)

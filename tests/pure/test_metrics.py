@@ -6,6 +6,7 @@ import math
 import mmap
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,8 +24,10 @@ from tests.kit import ROOT
 STAGES = {declared.name.split("/")[0] for declared in DECLARED} - {"evaluation"}
 
 
-def segment(length: int, finish_reason: str | None = "stop") -> Part:
-    return Part(Tokens.of(list(range(length)), [0.0] * length), finish_reason)
+def segment(length: int, finish_reason: str | None = "stop", given: int = 0) -> Part:
+    """Return a part whose last ``given`` tokens are of an environment, and all of which have a mask."""
+    columns = {"given": [[]] * (length - given) + [[0]] * given, "kept": [[1] * (length + 1)] * length}
+    return Part(Tokens.of(list(range(length)), [0.0] * length, **columns), finish_reason)
 
 
 names = map(str, itertools.count())
@@ -35,12 +38,12 @@ def prompt() -> Prompt:
 
 
 def stream(*lengths: int) -> Rollout:
-    pairs = [(segment(length), segment(length, None)) for length in lengths]
-    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length"))
+    pairs = [(segment(length, given=length // 2), segment(length, None, length // 2)) for length in lengths]
+    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length", given=1))
 
 
 def group(lengths: list[int]) -> Rollout:
-    return kit.group(prompt(), 0, [segment(n, "stop" if n % 2 else "length") for n in lengths])
+    return kit.group(prompt(), 0, [segment(n, "stop" if n % 2 else "length", n // 2) for n in lengths])
 
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -54,6 +57,14 @@ def test_two_replicas_together_report_what_one_would(rollouts, cut):
     parts = [rollout_metrics(rollouts[:cut]), rollout_metrics(rollouts[cut:])]
     for merge in (at_once, in_turn):
         assert merge(parts) == pytest.approx(rollout_metrics(rollouts))
+
+
+def test_routes_are_counted_of_prompts_too():
+    """Each token has the numbers of 2 experts in each of 5 layers, a byte each."""
+    prefix, tokens = (Tokens.of([1] * count, routes=np.zeros((count, 5, 2), np.uint8)) for count in (3, 4))
+    rollout = kit.group(prompt(), 0, [Part(tokens, "stop")], prompt_columns=prefix)
+    assert rollout_metrics([rollout])["harvest/route_bytes"] == (3 + 4) * 5 * 2
+    assert "harvest/route_bytes" not in rollout_metrics([group([4])])
 
 
 def test_the_slowest_rank_of_each_stage_is_named_and_the_most_memory_counts():

@@ -20,6 +20,7 @@ from megatron_eqlen.cli import commands
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job, load, parse
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
@@ -698,14 +699,40 @@ def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inpu
     assert not (tmp_path / "run" / "contents.json").exists()
 
 
+def run_of_three_steps(folder: Path) -> Path:
+    """Make a run with checkpoints after steps 2 and 3, evaluated before and after them."""
+    for step in ("step-00000002", "step-00000003"):
+        checkpoint = folder / "checkpoints" / step
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "common.pt").write_text(step)
+        checkpoint_folder.write_manifest(checkpoint, checkpoint_folder.describe(checkpoint, ["common.pt"]))
+    for name in ("metrics.jsonl", "evaluation/before.json", "evaluation/after.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    for number in range(3):
+        (folder / f"streams/step-0000000{number}").mkdir(parents=True)
+        (folder / f"streams/step-0000000{number}/rank-0.arrow").touch()
+    return folder
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_run_that_begins_from_a_step_has_what_was_known_then_and_no_damaged_weights(tmp_path, carries):
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
+    folder = RunFolder(small(run_dir=str(run)))
+    (weights := source / "checkpoints/step-00000002/common.pt").write_text("step-0000000!")
+    with pytest.raises(CheckpointError, match=r"common\.pt: damaged: expected crc32"):
+        folder.begin_from(f"{source}@2", carries)
+    weights.write_text("step-00000002")
+    folder.begin_from(f"{source}@2", carries)
+    checkpoint = [f"checkpoints/step-00000002/{name}" for name in ("common.pt", "manifest.json")]
+    expected = {"events.jsonl", "metrics.jsonl", "evaluation/before.json", "checkpoints/latest", *checkpoint}
+    expected |= {"streams/step-00000001/rank-0.arrow"} if carries else set()  # the last step's rollouts
+    assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == expected
+    assert (run / "evaluation/before.json").read_text() == "evaluation/before.json"
+
+
 def test_a_run_that_has_only_copied_the_step_it_begins_from_takes_another_recipe(tmp_path):
-    source, run = tmp_path / "source", tmp_path / "run"
-    checkpoint = source / "checkpoints/step-00000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "common.pt").touch()
-    checkpoint_folder.write_manifest(checkpoint, checkpoint_folder.describe(checkpoint, ["common.pt"]))
-    (source / "metrics.jsonl").touch()
-    (source / "streams/step-00000001").mkdir(parents=True)
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
     recipe, other = (small(run_dir=str(run), model={"path": path}) for path in ("refused", "right"))
     for each in (recipe, recipe, other):
         folder = RunFolder(each)
@@ -730,6 +757,27 @@ def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tm
     assert "steps: 9" in stored.read_text()
 
 
+def test_a_run_that_has_begun_keeps_the_commit_of_its_model(tmp_path):
+    here, pinned = {"run_dir": str(tmp_path / "run")}, {"path": "ann/tiny", "revision": "a" * 40}
+    RunFolder(recipe := small(model=pinned, **here)).open(recipe)
+    (tmp_path / "run/streams/step-00000000").mkdir(parents=True)
+    RunFolder(recipe).check(small(model={"path": "ann/tiny"}, **here))
+    with pytest.raises(RecipeError, match=r"model.revision: 'a{40}' -> 'b{40}'"):
+        RunFolder(recipe).check(small(model=pinned | {"revision": "b" * 40}, **here))
+
+
+def test_a_run_that_goes_on_after_its_end_keeps_what_it_exported_and_evaluated(tmp_path):
+    folder = RunFolder(small(run_dir=str(tmp_path)))
+    for name in ("export/model.safetensors", "adapter/adapter_config.json", "evaluation/after.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "time": 1.0}\n')
+    folder.reopen()
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.is_file()}
+    ended = {"export-step-00000003/model.safetensors", "adapter-step-00000003/adapter_config.json"}
+    assert found == {"metrics.jsonl", "evaluation/step-00000003.json", *ended}
+
+
 def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     recipe, other, run = small(seed=1), small(seed=2), tmp_path / "run"
     check_harvest(tmp_path / "new", recipe)
@@ -737,9 +785,12 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     (tmp_path / "cut off/recipe.yaml").write_text(dump(small(seed=1, cluster={"time": "9:00"})))
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed/recipe.yaml").write_text(dump(small(seed=5)))
-    check_harvest(tmp_path / "failed", recipe)
     events.append(tmp_path / "cut off", "harvest")
-    check_harvest(tmp_path / "cut off", recipe)
+    for name in ("failed", "cut off"):
+        (tmp_path / name / "contents.json").write_text("{}")
+        check_harvest(tmp_path / name, recipe)
+    kept = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/contents.json")]
+    assert kept == ["cut off/contents.json"], "one that recorded nothing may read other inputs"
     (run / "streams/step-00000000").mkdir(parents=True)
     (run / "recipe.yaml").write_text(dump(recipe))
     (run / "metrics.jsonl").touch()

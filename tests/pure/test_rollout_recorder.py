@@ -236,6 +236,23 @@ def test_a_file_that_is_no_record_or_of_another_version_is_refused_in_words(tmp_
         stream.write_table(older.empty_table())
     with pytest.raises(ValueError, match=r"found version 11, of another release: 1 columns differ .*given"):
         read_step(tmp_path)
+    older = SEGMENTS.with_metadata({b"eqlen.version": b"10"})  # the same columns with another meaning
+    with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), older) as stream:
+        stream.write_table(older.empty_table())
+    with pytest.raises(ValueError, match="of format version 11, found version 10"):
+        read_step(tmp_path)
+
+
+def test_a_closed_file_has_nothing_behind_its_rollouts(tmp_path):
+    """Such as another file's, which would not be read."""
+    path = tmp_path / "rank-0.arrow"
+    kit.record(path, [GROUP])
+    first = path.read_bytes()
+    path.unlink()
+    kit.record(path, [STREAM])
+    path.write_bytes(first + path.read_bytes())
+    with pytest.raises(ValueError, match=r"/rank-0\.arrow: damaged: expected no more bytes"):
+        read_step(tmp_path)
 
 
 def shape(rollout) -> list:

@@ -292,21 +292,23 @@ def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, conv
     assert {path.name for path in tmp_path.iterdir()} == {"tied"}
 
 
-def with_integers(checkpoint: str, source: str, out: str) -> None:
-    """Save a model with a weight of integers, and convert it."""
+def with_integers(checkpoint: str, source: str, out: str, every: bool) -> None:
+    """Save a model with a weight of integers, or with all of them, and convert it."""
     from megatron.core import dist_checkpointing
 
     chunks = build_chunks(source, {})
-    norm = chunks[0].decoder.final_norm.weight.requires_grad_(False)
-    norm.data = norm.data.int()
+    for weight in chunks[0].parameters() if every else [chunks[0].decoder.final_norm.weight]:
+        weight.requires_grad_(False).data = weight.data.int()
     Path(checkpoint).mkdir()
     dist_checkpointing.save(state_of(chunks), checkpoint)
     megatron_to_hf(checkpoint, source, out)
 
 
-def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted):
-    with pytest.raises(RuntimeError, match=r"final_norm.weight: torch.int32 is not a weight's dtype"):
-        run_ranks(1, with_integers, str(tmp_path / "integers"), str(converted[0]), str(tmp_path / "out"))
+@pytest.mark.parametrize("every", [False, True])
+def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted, every):
+    paths = str(tmp_path / "integers"), str(converted[0]), str(tmp_path / "out")
+    with pytest.raises(RuntimeError, match=r"weight: torch.int32 is not a weight's dtype"):
+        run_ranks(1, with_integers, *paths, every)
 
 
 def verified(checkpoint: str, folder: str, source: str) -> str:
@@ -359,9 +361,12 @@ def test_a_source_of_two_dtypes_rounds_nothing_that_was_trained_in_the_wider_one
 
 @pytest.mark.parametrize(("own", "floats"), [
     (("A_log",), ()), (("A_log", "norm.weight"), ("A_log",)), (("",), ("embed_tokens.weight",)),
-], ids=["one", "another", "all"])  # fmt: skip
+    (("A_log",), ("mtp.fc.weight",)), (("up_proj.weight",), ("up_proj.weight",)),
+], ids=["one", "another", "all", "untrained", "one of two in one"])  # fmt: skip
 def test_a_weight_that_a_checkpoint_alone_has_in_float32_is_not_rounded(tmp_path, own, floats):
     save_tiny(tmp_path / "trained", "qwen3_next", **SHORT["qwen3_next"])
+    weights = load_file(tmp_path / "trained/model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
+    save_file(weights, tmp_path / "trained/model.safetensors", metadata={"format": "pt"})
     shutil.copytree(tmp_path / "trained", tmp_path / "origin")
     mixed(tmp_path / "trained", torch.bfloat16, *own)
     mixed(tmp_path / "origin", torch.bfloat16, *floats)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
+from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map, peft_config
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import HFFolder
@@ -442,3 +442,15 @@ def test_adapters_that_the_model_has_no_place_for_are_refused(folders, rank, tar
     adapter_map(read_config(folders / "qwen3"), 64, None)
     with pytest.raises(ValueError, match=message):
         adapter_map(read_config(folders / "qwen3"), rank, targets)
+
+
+@pytest.mark.parametrize(("base", "named"), [
+    ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("/models/Qwen3-0.6B", "Qwen3-0.6B"),
+    ("runs/mine/export", "export"),
+])  # fmt: skip
+def test_an_adapter_names_the_base_model_as_the_hub_does(folders, base, named):
+    """PEFT loads the base model by this name."""
+    adapters = adapter_map(read_config(folders / "qwen3"), 4, ("attention",))
+    config = peft_config(adapters, 4, 8.0, base)
+    assert config["base_model_name_or_path"] == named
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
