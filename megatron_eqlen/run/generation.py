@@ -100,10 +100,10 @@ class Generator(InTurn):
         if resumed:
             # the source has drawn these prompts before; the step that suspended them has recorded them
             names = {prompt_id for prompt_id, _ in resumed}
-            files = reader.step_files(self.streams / step_name(step.number - 1))
+            before = self.streams / step_name(step.number - 1)
+            files = reader.step_files(before)
             prompts = [prompt for prompt in reader.read_prompts(files) if prompt.prompt_id in names]
             if lost := names - {prompt.prompt_id for prompt in prompts}:
-                before = self.streams / step_name(step.number - 1)
                 found = f"expected {len(names)} suspended prompts, found nothing of {min(lost)}"
                 raise reader.PartialRolloutError(f"{before}: {found}; go back to an earlier checkpoint")
             begun = [rollout for rollout in reader.read_skeletons(files) if rollout_key(rollout) in resumed]

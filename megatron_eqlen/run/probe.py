@@ -131,9 +131,9 @@ class Target:
         """Number of steps whose training made the weights that sampled the rollouts."""
         columns, before = Columns(self.options.run, ["train/updates"]), self.options.step - 1
         if missing := {*range(1, before + 1)} - {*columns.steps.tolist()}:
-            before = f"all steps before step {self.options.step}, which made its weights"
-            found = f"expected the updates of {before}, found no step {min(missing)}"
-            raise ValueError(f"{self.options.run / METRICS}: {found}")
+            needed = f"the updates of all steps before step {self.options.step}, which made its weights"
+            found = f"no step {min(missing)}"
+            raise ValueError(f"{self.options.run / METRICS}: expected {needed}, found {found}")
         # [steps + 1] policy version after each number of steps; one that skips its update repeats it
         made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:

@@ -344,7 +344,7 @@ def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harves
 
 @pytest.mark.parametrize("fault", ["an environment", "the engine"])
 def test_a_harvest_that_ends_with_an_error_gives_up_all_environments(fault):
-    """Those whose answers came with the fault, and one that is still being made."""
+    """Some have answered when the fault comes, and one is still being made."""
     closed, asked, ended = list[Environment](), threading.Event(), threading.Event()
 
     class Used(Answers):

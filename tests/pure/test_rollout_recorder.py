@@ -495,7 +495,7 @@ def test_a_journal_stays_while_a_prompt_of_it_is_not_harvested(tmp_path):
 
 
 def test_rollouts_on_disk_are_never_ahead_of_the_tokens_of_their_moment(tmp_path, monkeypatch):
-    """Of a disk that takes one batch more."""
+    """The disk takes one batch more."""
     recorder = Recorder(tmp_path / "rank-0.arrow")
     recorder.track_launched(track := Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0))
     grown(track, [1, 2], extras=False)
