@@ -736,7 +736,7 @@ def test_a_turn_that_opens_calls_without_end_is_read_in_time():
 
 
 def test_limits_of_the_python_tool_are_limits():
-    for name, value in {"timeout": -1.0, "memory_mb": -5, "longest_output": 0}.items():
+    for name, value in (("timeout", -1.0), ("timeout", 1e9), ("memory_mb", -5), ("longest_output", 0)):
         expected = "expected a number above 0, below 1e9"
         with pytest.raises(ValueError, match=rf"^environment.options.{name}: {expected}, found {value}$"):
             PythonTool.start(**{name: value})

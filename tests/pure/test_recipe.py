@@ -237,11 +237,11 @@ def test_a_run_that_began_with_what_is_refused_now_is_read(changes):
     assert recipe_load.parse(SMALL | changes, "RUN")
 
 
-def test_limits_of_graders_may_be_set_where_rows_or_a_factory_decide(tmp_path, monkeypatch):
+def test_limits_of_graders_may_be_set_where_these_grade_or_rows_or_a_factory_decide(tmp_path, monkeypatch):
     (tmp_path / "limited_graders.py").write_text("def factory(reward):\n    return reward\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for grader in (None, "limited_graders:factory"):
+    for grader in (None, "limited_graders:factory", "code"):
         sources = [{"name": "a", "path": "b", "grader": grader}, {"name": "b", "path": "b", "grader": "math"}]
         data = {"sources": sources, "max_prompt_length": 100}
         assert small(data=data, reward={"timeout": 60, "code_memory_mb": 64, "code_sandbox": "best_effort"})
