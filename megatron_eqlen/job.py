@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.objectives.checks import check_combination
+from megatron_eqlen.objectives.checks import check_combination, without_effect
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import BenchmarkRecipe, LoraRecipe, Recipe, layout
@@ -107,14 +108,23 @@ class Job:
         layout.check(self.recipe, self.model)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError."""
-    return recipe_load.load(path, overrides, [lambda recipe: check_combination(Job(recipe))])
+def load(path: str | Path, overrides: Sequence[str] = (), run: Path | None = None) -> Recipe:
+    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. ``run``: folder, default the
+    recipe's own; a key without effect with which its run began is not refused. Raises RecipeError."""
+
+    def check(recipe: Recipe) -> None:
+        known: set[str] = set()
+        with suppress(ValueError, OSError):  # it has not begun, or its recipe can be read no more
+            known |= {*without_effect(Job(recipe_load.load((run or recipe.run_folder) / recipe_load.RECIPE)))}
+        check_combination(Job(recipe), known)
+
+    return recipe_load.load(path, overrides, [check])
 
 
-def parse(raw: dict[str, Any], where: str) -> Recipe:
-    """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError."""
-    return recipe_load.parse(raw, where, [lambda recipe: check_combination(Job(recipe))])
+def parse(raw: dict[str, Any], where: str, known: Container[str] = ()) -> Recipe:
+    """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError, but not for ``known``
+    problems, of ``without_effect``."""
+    return recipe_load.parse(raw, where, [lambda recipe: check_combination(Job(recipe), known)])
 
 
 OF_STEPS = (

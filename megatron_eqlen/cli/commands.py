@@ -171,9 +171,10 @@ def harvest(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    recipe, model, out = arguments.recipe, arguments.model, arguments.out
+    recipe, model, out, run = arguments.recipe, arguments.model, arguments.out, None
     # A run folder stands for its recipe, its exported model and a file for the result.
     if recipe.is_dir():
+        run = recipe
         model, out = model or recipe / "export", out or recipe / "evaluated.json"
         if not (arguments.model or is_whole(model)):
             wrong = ", ".join(changed(model)[:3]) if model.exists() else ""
@@ -184,7 +185,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{named[0]}: --model names another model, {model}: name one of them, by --model")
     # a revision is that of the recipe's own model
     other = [f"model.path={model}", "model.revision=null"] if model else []
-    asked = load(recipe, [*other, *arguments.overrides])
+    asked = load(recipe, [*other, *arguments.overrides], run)
     if not asked.evaluation.benchmarks:
         raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     # what it trains with is not read, and need not be here
@@ -209,7 +210,7 @@ def probe(arguments: argparse.Namespace) -> int:
 
     run: Path = arguments.run
     names = ("run", "step", "at", "samples", "budget", "seed", "force")
-    job = Job(pinned(load(run / RECIPE), run))
+    job = Job(pinned(load(run / RECIPE, run=run), run))
     target = Target(job, ProbeOptions(**{name: getattr(arguments, name) for name in names}))
     out = arguments.out or run / "probes" / step_name(arguments.step)
     # Ranks that this command starts run it again, and print nothing.

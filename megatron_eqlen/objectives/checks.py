@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from megatron_eqlen.objectives.advantages import dr_grpo, none, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
@@ -13,17 +13,26 @@ from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, with_def
 from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import Recipe, shown
-from megatron_eqlen.recipe.checks import check_effects
+from megatron_eqlen.recipe.checks import idle_problems
+from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.rewards.functions import is_reward_function
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.tree import step_tokens
 
+LIMITED = {"math", "code"}
+"""Graders that keys of ``reward`` limit."""
 
-def check_combination(job: ResolvedRecipe) -> None:
-    """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
+
+def check_combination(job: ResolvedRecipe, known: Container[str] = ()) -> None:
+    """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit, an engine
+    lacks an option, or for a problem of ``without_effect`` that is not ``known``."""
     _ = KINDS[job.recipe.sampling]  # one of the user's own can be imported
     recipe, objective = job.recipe, job.objective
-    check_effects(recipe, with_defaults(job))
+    check_options("model.megatron", recipe.model.megatron)
+    check_options("rollout.vllm", recipe.rollout.vllm)
+    for problem in without_effect(job):
+        if problem not in known:
+            raise ValueError(problem)
     try_parts({field: getattr(objective, field) for field in PARTS})
     rules = (
         _refusals, _sampling_problems, _baseline_problems, _clip_problems, _ratio_problems, _logprob_problems,
@@ -32,6 +41,19 @@ def check_combination(job: ResolvedRecipe) -> None:
     for each in rules:
         for problem in each(recipe, objective):
             raise ValueError(problem)
+
+
+def without_effect(job: ResolvedRecipe) -> Iterator[str]:
+    """Yield ``recipe.checks.idle_problems``, and limits of graders that grade nothing."""
+    recipe = job.recipe
+    yield from idle_problems(recipe, with_defaults(job))
+    graders = {each.grader or "": f"{key}.grader" for key, each in recipe.data_sets.items()}
+    # without a name the rows say theirs, and a factory of one's own gets all limits
+    named = all(name in LIMITED or (name and is_reward_function(name, key)) for name, key in graders.items())
+    for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
+        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders.keys():
+            found = ", ".join(sorted(graders))
+            yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
 
 
 def settings(recipe: Recipe, objective: Objective) -> dict[str, str]:
@@ -229,12 +251,8 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"{cause}, and nothing corrects for it: {remedy}"
 
 
-LIMITED = {"math", "code"}
-"""Graders that keys of ``reward`` limit."""
-
-
 def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield rewards that the objective cannot use, none, and limits of graders that grade nothing."""
+    """Yield rewards that the objective cannot use, and none."""
     longest, buffer = recipe.rollout.max_response_length, objective.overlong_buffer
     if objective.rewards == "apart" and not recipe.reward.weights:
         yield f"objective: {objective.name} compares named rewards apart: expected reward.weights, found none"
@@ -245,13 +263,6 @@ def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"loss.overlong_buffer: {buffer} is not below rollout.max_response_length {longest}"
     if objective.advantage is none and not recipe.teacher:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
-    graders = {each.grader or "": f"{key}.grader" for key, each in recipe.data_sets.items()}
-    # without a name the rows say theirs, and a factory of one's own gets all limits
-    named = all(name in LIMITED or (name and is_reward_function(name, key)) for name, key in graders.items())
-    for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
-        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders.keys():
-            found = ", ".join(sorted(graders))
-            yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
 
 
 def _length_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:

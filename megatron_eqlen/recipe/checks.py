@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import HttpUrl, ValidationError
 
-from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, layout, shown
+from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, layout, leaves, shown
 from megatron_eqlen.recipe.budget import COSTS
-from megatron_eqlen.recipe.engine_options import OF_OPTIMIZER, UNREAD, check_options
+from megatron_eqlen.recipe.engine_options import OF_OPTIMIZER, UNREAD
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
@@ -24,12 +24,12 @@ LARGEST_OF = {
     "reward.step_timeout": 10**9, "rollout.request_timeout": 10**9,
 }  # fmt: skip
 """Largest numbers of lines that memory holds, and of seconds that the kernel waits for an answer."""
+OPTIONS = "environment.options", "model.megatron", "rollout.vllm"
+"""Keys of which others know the bounds."""
 
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
-    check_options("model.megatron", recipe.model.megatron)
-    check_options("rollout.vllm", recipe.rollout.vllm)
     for rules in (_run_problems, _engine_problems, _evaluation_problems, _teacher_problems, _reward_problems):
         for problem in rules(recipe):
             raise ValueError(problem)
@@ -38,22 +38,21 @@ def check(recipe: Recipe) -> None:
         raise ValueError(problem)
 
 
-def check_effects(recipe: Recipe, resolved: Recipe) -> None:
-    """Raise ValueError for a key that cannot act (``When``). ``resolved``: with the objective's defaults."""
-    for problem in (*_unread_problems(recipe), *_number_problems(recipe)):
-        raise ValueError(problem)
+def idle_problems(recipe: Recipe, resolved: Recipe) -> Iterator[str]:
+    """Yield keys that cannot act (``When``), and numbers beyond bounds. ``resolved``: with the objective's
+    defaults. Not among the checks of every recipe: a run that began with one is read, and goes on."""
+    yield from (*_unread_problems(recipe), *_number_problems(recipe))
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:
             found = value_of(resolved, condition.key)
             if not condition.is_met(found):
                 remedy = "leave it out" if value == default else f"leave it at {shown(default)}"
                 acts = f"{shown(value)} acts only with {condition}"
-                raise ValueError(f"{key}: {acts}, found {shown(found)}: {remedy}")
+                yield f"{key}: {acts}, found {shown(found)}: {remedy}"
 
 
 def _unread_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield keys of data sets, and of supervised training, that nothing reads. Not among the checks of every
-    recipe: a run that began with one is still read."""
+    """Yield keys of data sets, engines' options and supervised training that nothing reads."""
     for key, each in recipe.data_sets.items():
         bounds = {getattr(each, f"{bound}_difficulty", None) for bound in ("min", "max")}
         useless = {
@@ -80,10 +79,11 @@ def _unread_problems(recipe: Recipe) -> Iterator[str]:
 
 def _number_problems(recipe: Recipe) -> Iterator[str]:
     """Yield numbers that would end a run in its middle, or keep it from ever ending a step."""
-    for key, value, _, _ in _set_keys(recipe):
+    numbers = [leaves(value, key) for key, value, _, _ in _set_keys(recipe) if key not in OPTIONS]
+    for key, value in (item for each in numbers for item in each.items()):
         most = LARGEST_OF.get(key, LARGEST.get(type(value)))
-        if most is not None and value > most:
-            yield f"{key}: expected at most {most}, found {value}"
+        if most is not None and abs(value) > most:
+            yield f"{key}: expected {'at most ' if value > 0 else 'at least -'}{most}, found {value}"
     for name, (default, least, most) in OF_OPTIMIZER.items():
         value: Any = recipe.model.megatron.get(name, default)
         if type(value) not in (int, float) or not least <= value <= most:
@@ -148,7 +148,7 @@ def _run_problems(recipe: Recipe) -> Iterator[str]:
 
 def _engine_problems(recipe: Recipe) -> Iterator[str]:
     """Yield contradictions of the engine's keys, what vLLM lacks on GPUs, and kernels without token trees."""
-    rollout, device, addresses = recipe.rollout, recipe.cluster.device, list[str]()
+    rollout, device, addresses = recipe.rollout, recipe.cluster.device, set[str]()
     if rollout.engine == "server" and not rollout.servers:
         yield "rollout.servers: expected at least one URL with rollout.engine: server, found none"
     for number, text in enumerate(rollout.servers):
@@ -161,7 +161,7 @@ def _engine_problems(recipe: Recipe) -> Iterator[str]:
         # Normal forms: ``http://HOST:80`` and ``http://host/`` are the same server.
         if (address := str(url).rstrip("/")) in addresses:
             yield f"rollout.servers.{number}: expected each server once, found {text!r} again"
-        addresses.append(address)
+        addresses.add(address)
     # Benchmarks may have a top-k of their own.
     evaluated = [recipe.of_benchmark(benchmark).rollout for benchmark in recipe.evaluation.benchmarks]
     for each in (rollout, *evaluated) if rollout.keep_sampling_mask else ():

@@ -50,11 +50,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
     if holes := [key for key, value in leaves(changed).items() if value == HOLE]:
         remedy = f"{HOLE} is to be filled in, or its line deleted where it is no key of ours"
         raise RecipeError(f"{path}: {', '.join(holes)}: {remedy}")
-    recipe = parse(changed, str(path), checks)
-    if not overrides:
-        return recipe
     keys = tuple(override.partition("=")[0] for override in overrides)
-    return recipe.model_copy(update={"variant": recipe.variant | _variant(raw, recipe, keys, bool(checks))})
+    return parse(changed, str(path), checks, lambda recipe: _variant(raw, recipe, keys, bool(checks)))
 
 
 def load_run(folder: Path) -> Recipe:
@@ -69,6 +66,8 @@ def load_run(folder: Path) -> Recipe:
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: bool) -> dict[str, str]:
     """Return the values of ``keys`` that differ from the recipe file without overrides (``raw``)."""
+    if not keys:
+        return {}
     try:
         alone: Any = _validated(raw, runs).model_dump(mode="json")
     except ValueError:  # the file alone is not a complete recipe
@@ -84,10 +83,16 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: b
     }
 
 
-def parse(raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = ()) -> Recipe:
-    """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
+def parse(
+    raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = (),
+    variant: Callable[[Recipe], dict[str, str]] = lambda recipe: {},
+) -> Recipe:  # fmt: skip
+    """Make a recipe from plain data, with its ``variant``, and check it; ``where`` names it in errors. Raises
+    RecipeError."""
     try:
         recipe = _validated(raw, bool(checks))
+        if changed := variant(recipe):
+            recipe = recipe.model_copy(update={"variant": recipe.variant | changed})
         # An earlier run's recipe is read without its own code, which may have stayed elsewhere.
         for each in (check, check_imports, *checks) if checks else (check,):
             each(recipe)

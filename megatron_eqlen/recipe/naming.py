@@ -30,7 +30,7 @@ def is_under(key: str, names: tuple[str, ...]) -> bool:
 
 def leaves(plain: Any, at: str = "") -> dict[str, Any]:
     """Return every value of plain data by its dotted key: ``{"data.sources.0.path": "x"}``."""
-    if not isinstance(plain, dict | list) or not plain:
+    if not isinstance(plain, dict | list | tuple) or not plain:
         # An empty section or list is a value.
         return {at: plain}
     items = plain.items() if isinstance(plain, dict) else enumerate(plain)

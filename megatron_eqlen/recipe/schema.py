@@ -106,7 +106,7 @@ class When:
     """Metadata of a key or section: it acts only where another key has one of ``values``, or, without values,
     where that key is set: not null, 0, false or empty. ``.key`` lies in the same section.
 
-    ``checks.check_effects`` refuses a key that is set and cannot act.
+    ``checks.idle_problems`` names a key that is set and cannot act.
     """
 
     def __init__(self, key: str, *values: Any) -> None:

@@ -91,10 +91,10 @@ def write_step_page(run: Path, first: int, last: int) -> Path:
     """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1) in the
     run; return its path. Raises ValueError for a step that is not recorded, or naming a damaged file."""
     job, folders = Job(load_run(run)), {n + 1: folder for n, folder in scored_steps(streams_of(run))}
-    if missing := [step for step in range(first, last + 1) if step not in folders]:
+    if missing := next((step for step in range(first, last + 1) if step not in folders), 0):
         known = f"{streams_of(run)} ({_spans([*folders]) or 'there are none'})"
         expected = f"one of the recorded and graded steps of {known}"
-        raise ValueError(f"--step {missing[0]}: expected {expected}, found no such step")
+        raise ValueError(f"--step {missing}: expected {expected}, found no such step")
     (decode, note), rows = find_decoder(job.recipe.model), list[dict[str, Any]]()
     for number in range(first, last + 1):
         step = RecordedStep(step_files(folders[number]), job)

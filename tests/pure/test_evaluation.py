@@ -408,6 +408,15 @@ def test_what_a_recipe_trains_on_need_not_be_here_to_evaluate(tmp_path, monkeypa
     assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 0
 
 
+def test_a_run_that_began_with_a_key_without_effect_is_evaluated(tmp_path, monkeypatch):
+    (tmp_path / "test.jsonl").write_text("{}")
+    benchmark = {"name": "b", "reader": "jsonl", "path": str(tmp_path / "test.jsonl")}
+    raw = SMALL | {"lora": {"alpha": 16}, "evaluation": {"benchmarks": [benchmark]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
+    monkeypatch.setattr(commands, "_on_ranks", lambda job, work: job.fetch() or 0)
+    assert main(["evaluate", str(tmp_path), "--model", str(tmp_path)]) == 0
+
+
 def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_than_the_model():
     result = make_result(np.array([[1.0, 0.0], [1.0, 0.0]]))
     results = []

@@ -18,8 +18,9 @@ from megatron_eqlen.evaluation.statistics import change_of_mean
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.job import Job, parse
+from megatron_eqlen.job import Job
 from megatron_eqlen.processes.hold import HeldError, Hold
+from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
@@ -356,10 +357,11 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
 
 @pytest.mark.parametrize("rollout", [
     {"quantization": "fp8"}, {"engine": "server", "servers": ["http://a:1"], "staleness": 1},
-    {"tokens_per_step": 9, "carry_over": True},
-], ids=["fp8", "staleness", "carry-over"])  # fmt: skip
+    {"tokens_per_step": 9, "carry_over": True}, {"request_timeout": 1e12},
+], ids=["fp8", "staleness", "carry-over", "no bound yet"])  # fmt: skip
 def test_the_audit_of_a_run_whose_loss_corrects_for_other_weights_has_every_objective(rollout):
-    """Nothing is trained, so nothing has to be corrected, also not by objectives that cannot."""
+    """Nothing is trained, so nothing has to be corrected, also not by objectives that cannot; a run may have
+    begun with what is refused now."""
     plain = SAMPLINGS["independent"]
     raw = plain.model_dump(exclude_unset=True)
     raw |= {"rollout": raw["rollout"] | rollout, "loss": raw["loss"] | {"rollout_is": "token"}}
@@ -375,7 +377,7 @@ def test_the_audit_of_a_run_whose_loss_corrects_for_other_weights_has_every_obje
             if agreement.refused
             for name in agreement.objectives
         }
-        for settings in (plain, parse(raw, "test"))
+        for settings in (plain, recipe_load.parse(raw, "test"))
     ]
     assert refused[0] == refused[1]
 

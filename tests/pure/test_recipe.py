@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import json
 import os
 import re
 import sys
@@ -26,7 +27,7 @@ from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, engine_options, others
 from megatron_eqlen.recipe import load as recipe_load
-from megatron_eqlen.recipe.checks import check_effects, value_of
+from megatron_eqlen.recipe.checks import idle_problems, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
@@ -128,6 +129,11 @@ MISTAKES = [
     (BENCHMARK.replace("}", f", limit: {10**20}}}"), f"0.limit: expected at most {10**12}, found 10000"),
     ("optimizer.lr=1e300", "optimizer.lr: expected at most 1e+30, found 1e+300"),
     ("rollout.kv_cache_gib=1e300", "rollout.kv_cache_gib: expected at most 1e+30, found 1e+300"),
+    ("loss.rollout_rs={seq_max_k2: 1e300}", "rollout_rs.seq_max_k2: expected at most 1e+30, found 1e+300"),
+    ("loss.rollout_rs={token_k1: [0.5, 1e300]}", "token_k1.1: expected at most 1e+30, found 1e+300"),
+    ("data.sources.0.grader=tests.kit.rubrics:even_length reward.weights={a: -1e300}",
+     "reward.weights.a: expected at least -1e+30, found -1e+300"),
+    (f"profile.steps=[{10**20}] steps=null gpu_hours=1", f"steps.0: expected at most {10**12}, found 10000"),
     ("reward.timeout=1e6", "reward.timeout: expected at most 100000, found 1000000.0"),
     ("reward.step_timeout=1e10", "reward.step_timeout: expected at most 1000000000, found 10000000000.0"),
     ("rollout.request_timeout=1e20", "rollout.request_timeout: expected at most 1000000000, found 1e+20"),
@@ -230,11 +236,29 @@ def test_how_benchmarks_are_sampled_needs_some_unless_the_recipe_lists_none():
     {"model": {"path": "m", "megatron": {"attention_softmax_in_fp32": True}}},
     {"reward": {"timeout": 60}, "data": {"sources": [{"name": "a", "path": "b", "grader": "code"}]}},
 ])  # fmt: skip
-def test_a_run_that_began_with_what_is_refused_now_is_read(changes):
-    """It began with an earlier version."""
-    with pytest.raises(RecipeError):
-        small(**changes)
+def test_a_run_that_began_with_what_is_refused_now_is_read_and_goes_on(changes, tmp_path, monkeypatch):
+    """It began with an earlier version, in the folder that the command line's keys name."""
+    monkeypatch.chdir(tmp_path)
+    (file := tmp_path / "mine.yaml").write_text(text := json.dumps(SMALL | changes))
     assert recipe_load.parse(SMALL | changes, "RUN")
+    with pytest.raises(RecipeError) as refused:
+        load(file, words := ["loss.epochs=2"])
+    (run := Path("runs/small/eqlen-grpo-loss.epochs=2-seed0")).mkdir(parents=True)
+    (run / "recipe.yaml").write_text(text)
+    assert load(file, words).run_folder == run
+    moved = run.rename(tmp_path / "moved")
+    with pytest.raises(RecipeError, match=re.escape(str(refused.value))):
+        load(file, words)
+    assert load(moved / "recipe.yaml", run=moved)
+    with pytest.raises(RecipeError, match=r"32\.5 acts only with lora\.rank"):
+        load(moved / "recipe.yaml", ["lora.alpha=32.5"], moved)
+
+
+def test_a_run_whose_engine_has_another_version_here_is_read_and_not_continued(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(json.dumps(SMALL | {"rollout": {"vllm": {"brand_new": 1}}}))
+    assert load_run(tmp_path).rollout.vllm == {"brand_new": 1}
+    with pytest.raises(RecipeError, match=r"rollout\.vllm\.brand_new: the engine has no such option"):
+        load(tmp_path / "recipe.yaml", run=tmp_path)
 
 
 def test_limits_of_graders_may_be_set_where_these_grade_or_rows_or_a_factory_decide(tmp_path, monkeypatch):
@@ -330,12 +354,11 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
     for key, field, conditions in keys_and_conditions():
         acts = with_value(base, key, lambda value, field=field: value != field.get_default())
         recipe = Recipe.model_validate(acts)
-        check_effects(recipe, recipe)
+        assert not [*idle_problems(recipe, recipe)]
         for condition in conditions:
             broken = with_value(acts, condition.key, lambda value, met=condition.is_met: not met(value))
             recipe = Recipe.model_validate(broken)
-            with pytest.raises(ValueError, match=f" acts only with {re.escape(str(condition))}, found "):
-                check_effects(recipe, recipe)
+            assert f" acts only with {condition}, found " in next(idle_problems(recipe, recipe))
 
 
 def test_the_longest_context_is_that_of_a_benchmark_which_allows_more():
@@ -631,6 +654,7 @@ REFUSED = [
     ("report run a=b", "report: unrecognized arguments: a=b\n"),
     ("plan {tiny} --servers 2 rollout.servers=[http://a]", "[http://a]: --servers 2 starts the servers and"),
     ("submit {tiny} --servers 2 rollout.engine=colocated", "engine=colocated: --servers 2 starts the"),
+    (f"plan {{tiny}} --servers {10**11}", f"--servers: expected at most 10000 nodes, found {10**11}"),
     ("plan {large} --servers -1", "argument --servers: expected a number from 1 on, found '-1'\n"),
     ("sweep s.yaml --jobs 0", "argument --jobs: expected a number from 1 on, found '0'\n"),
     ("convert hf-to-megatron a b --tensor 0", "error: --tensor: expected a number from 1 on, found 0\n"),

@@ -80,7 +80,7 @@ def test_a_range_has_all_its_steps_and_the_page_loads_nothing(run):
 
 @pytest.mark.parametrize(("asked", "said"), [
     ("3", r"--step 3: expected one of the recorded and graded steps of .*streams \(1-2, 7\), found no such"),
-    ("1-7", r"--step 3: expected one of"),
+    (f"1-{10**15}", r"--step 3: expected one of"),
     ("7-1", "expected a step as 12, or steps as 10-12, found '7-1'"),
     ("0", "expected a step as 12, or steps as 10-12, found '0'"),
 ])  # fmt: skip

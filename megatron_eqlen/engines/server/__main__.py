@@ -12,6 +12,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.processes.quiet import VERBOSE, keep_bytecode, quiet
 from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.inputs import local_path, with_model
 from megatron_eqlen.recipe.load import load
 
@@ -51,6 +52,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     authorization()  # without a secret, refuse before anything is loaded
     recipe = with_model(load(args.recipe, args.overrides))
+    check_options("rollout.vllm", recipe.rollout.vllm)
     layout.require(layout.engine(recipe.rollout, read_config(local_path(recipe.model))))
     quiet()
     keep_bytecode()
