@@ -47,7 +47,7 @@ def tables_of(tmp_path: Path) -> dict:
     """Return rows by title, and the notes."""
     out = tmp_path / "compared"
     assert cli.main(["compare", str(tmp_path), "--out", str(out)]) == 0
-    record = json.loads((out / "tables.json").read_text())
+    record = json.loads((out / "tables.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     return {table["title"]: table["rows"] for table in record["tables"]} | {"notes": record["notes"]}
 
 
