@@ -171,10 +171,9 @@ def harvest(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    recipe, model, out, run = arguments.recipe, arguments.model, arguments.out, None
+    recipe, model, out = arguments.recipe, arguments.model, arguments.out
     # A run folder stands for its recipe, its exported model and a file for the result.
     if recipe.is_dir():
-        run = recipe
         model, out = model or recipe / "export", out or recipe / "evaluated.json"
         if not (arguments.model or is_whole(model)):
             wrong = ", ".join(changed(model)[:3]) if model.exists() else ""
@@ -185,7 +184,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{named[0]}: --model names another model, {model}: name one of them, by --model")
     # a revision is that of the recipe's own model
     other = [f"model.path={model}", "model.revision=null"] if model else []
-    asked = load(recipe, [*other, *arguments.overrides], run)
+    asked = load(recipe, [*other, *arguments.overrides], recipe.parent)
     if not asked.evaluation.benchmarks:
         raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     # what it trains with is not read, and need not be here
@@ -287,14 +286,17 @@ def sweep(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     for path in filter(None, (arguments.streams, arguments.model)):
         path.stat()  # raises FileNotFoundError
+    from rich.console import Console
+
     from megatron_eqlen.report.text import print_rollouts, recipe_of
 
     streams = streams_of(arguments.streams)
     recipe = load(arguments.recipe) if arguments.recipe else recipe_of(streams)
     model = arguments.model or (recipe and Job(recipe).folder)
-    if model is None:
-        raise ValueError(f"{streams}: no run's {RECIPE} above it: name the tokenizer's folder by --model")
-    print_rollouts(streams, model, arguments.limit, recipe, as_json=arguments.json)
+    if model is None or not model.exists():
+        lacks = f"no model in {model}" if model else f"no run's {RECIPE} above it"
+        raise ValueError(f"{streams}: {lacks}: name the tokenizer's folder by --model")
+    print_rollouts(streams, model, arguments.limit, recipe, Console(highlight=False), arguments.json)
     return 0
 
 

@@ -76,11 +76,8 @@ def _parser(direction: str) -> argparse.ArgumentParser:
             help="the Hugging Face folder that training started from: gives configuration, tokenizer, "
             "dtypes, the division into files, and tensors that are not trained",
         )
-        parser.add_argument(
-            "--adapter",
-            action="store_true",
-            help="write a PEFT folder of a LoRA run's adapters, not the merged model",
-        )
+        about = "write a PEFT folder of a LoRA run's adapters, not the merged model"
+        parser.add_argument("--adapter", action="store_true", help=about)
     parser.add_argument(
         "--verify",
         nargs="?",

@@ -26,7 +26,6 @@ from megatron_eqlen.run.run_folder import RunFolder
 SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"
 KEPT = ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_CHECK", "EQLEN_PYTHON", "MAX_RESTARTS", "MAX_STALLED")
 """Environment variables that the batch scripts read: the script keeps those that are set."""
-MOST_NODES = 10_000
 
 
 class Submission:
@@ -109,8 +108,8 @@ def load_with_servers(file: Path, overrides: Sequence[str], nodes: int) -> Recip
         urls = ", ".join(f"http://not-started-{number}" for number in range(count))
         return load(file, [*overrides, "rollout.engine=server", f"rollout.servers=[{urls}]"])
 
-    if nodes > MOST_NODES:
-        raise ValueError(f"--servers: expected at most {MOST_NODES} nodes, found {nodes}")
+    if nodes > 10_000:
+        raise ValueError(f"--servers: expected at most 10000 nodes, found {nodes}")
     named = [word for word in overrides if word.startswith(("rollout.servers", "rollout.engine=c"))]
     if nodes and named:
         raise ValueError(f"{named[0]}: --servers {nodes} starts the servers and names them: leave it out")

@@ -60,12 +60,10 @@ class Runner:
         self.plan, self.start = plan, start
         # Every recipe is checked before the first run starts.
         recipes = plan.recipes()
-        for recipe in recipes:
-            if recipe.cluster.nodes > 1:
-                raise ValueError(
-                    f"{recipe.name}: cluster.nodes is {recipe.cluster.nodes}: expected 1 for runs of this "
-                    f"command; --dry-run prints `eqlen submit` lines for SLURM"
-                )
+        if wide := [recipe for recipe in recipes if recipe.cluster.nodes > 1]:
+            found = f"{wide[0].name}: cluster.nodes is {wide[0].cluster.nodes}"
+            instead = "--dry-run prints `eqlen submit` lines for SLURM"
+            raise ValueError(f"{found}: expected 1 for runs of this command; {instead}")
         self.slots = slots(jobs, max(recipe.world_size for recipe in recipes))
         self.todo = [*plan.cells]
         self.done: set[Cell] = set()

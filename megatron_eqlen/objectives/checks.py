@@ -30,9 +30,8 @@ def check_combination(job: ResolvedRecipe, known: Container[str] = ()) -> None:
     recipe, objective = job.recipe, job.objective
     check_options("model.megatron", recipe.model.megatron)
     check_options("rollout.vllm", recipe.rollout.vllm)
-    for problem in without_effect(job):
-        if problem not in known:
-            raise ValueError(problem)
+    if found := [problem for problem in without_effect(job) if problem not in known]:
+        raise ValueError(found[0])
     try_parts({field: getattr(objective, field) for field in PARTS})
     rules = (
         _refusals, _sampling_problems, _baseline_problems, _clip_problems, _ratio_problems, _logprob_problems,

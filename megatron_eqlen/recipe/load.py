@@ -66,8 +66,6 @@ def load_run(folder: Path) -> Recipe:
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: bool) -> dict[str, str]:
     """Return the values of ``keys`` that differ from the recipe file without overrides (``raw``)."""
-    if not keys:
-        return {}
     try:
         alone: Any = _validated(raw, runs).model_dump(mode="json")
     except ValueError:  # the file alone is not a complete recipe
@@ -87,8 +85,7 @@ def parse(
     raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = (),
     variant: Callable[[Recipe], dict[str, str]] = lambda recipe: {},
 ) -> Recipe:  # fmt: skip
-    """Make a recipe from plain data, with its ``variant``, and check it; ``where`` names it in errors. Raises
-    RecipeError."""
+    """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
     try:
         recipe = _validated(raw, bool(checks))
         if changed := variant(recipe):

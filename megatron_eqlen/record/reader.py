@@ -245,6 +245,16 @@ def scored_steps(streams: Path, newest_first: bool = False) -> Iterator[tuple[in
             yield number, folder
 
 
+def scored_between(streams: Path, first: int, last: int) -> list[Path]:
+    """Return the folders of the graded steps ``first`` to ``last`` (from 1), or raise ValueError."""
+    folders = {n + 1: folder for n, folder in scored_steps(streams)}
+    if missing := next((step for step in range(first, last + 1) if step not in folders), 0):
+        near = min(folders, key=lambda number: abs(number - missing), default=0)
+        has = f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {near}" if folders else "none"
+        raise ValueError(f"--step: expected a graded step of {streams} ({has}), found {missing}")
+    return [folders[step] for step in range(first, last + 1)]
+
+
 def check_newest(streams: Path) -> None:
     """Verify the checksums of the newest steps' records. Raises ValueError naming a file that is damaged."""
     left = CHECKED_BYTES

@@ -94,6 +94,8 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], job: Job) -> l
 
 
 def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.ndarray) -> Agreement:
+    from scipy.stats import rankdata  # slow to import
+
     # [changes] each
     truth = np.array([change.value[0] for change in changes])
     late = np.array([change.begin + change.end > sum(map(len, change.line)) for change in changes])
@@ -103,7 +105,8 @@ def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.nda
     scale = float(given @ truth / (given @ given)) if given.any() else 0.0
     wrong = scale * given - truth
     with np.errstate(invalid="ignore", divide="ignore"):  # where all are equal
-        ranks = np.corrcoef(_ranks(given), _ranks(truth))[0, 1] if len(changes) > 1 else float("nan")
+        # equal values share the mean of their ranks
+        ranks = np.corrcoef(rankdata([given, truth], axis=1))[0, 1] if len(changes) > 1 else float("nan")
         noise = float(wrong.std() / truth.std())
     return Agreement(titles, _of(agrees), float(ranks), _of(wrong[~late]), _of(wrong[late]), noise)
 
@@ -116,9 +119,3 @@ def _mean(change: Change, advantages: dict[int, float | np.ndarray]) -> float:
 
 def _of(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return [n] float64 ranks; equal values share the mean of theirs."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]

@@ -25,7 +25,7 @@ from megatron_eqlen.files import streams_of, write_text
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
-from megatron_eqlen.record.reader import check_newest, scored_steps, step_files
+from megatron_eqlen.record.reader import check_newest, scored_between, scored_steps, step_files
 from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.metrics import Columns
@@ -90,14 +90,10 @@ def write_page(run: Path) -> Path:
 def write_step_page(run: Path, first: int, last: int) -> Path:
     """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1) in the
     run; return its path. Raises ValueError for a step that is not recorded, or naming a damaged file."""
-    job, folders = Job(load_run(run)), {n + 1: folder for n, folder in scored_steps(streams_of(run))}
-    if missing := next((step for step in range(first, last + 1) if step not in folders), 0):
-        known = f"{streams_of(run)} ({_spans([*folders]) or 'there are none'})"
-        expected = f"one of the recorded and graded steps of {known}"
-        raise ValueError(f"--step {missing}: expected {expected}, found no such step")
+    job, folders = Job(load_run(run)), scored_between(streams_of(run), first, last)
     (decode, note), rows = find_decoder(job.recipe.model), list[dict[str, Any]]()
-    for number in range(first, last + 1):
-        step = RecordedStep(step_files(folders[number]), job)
+    for number, folder in enumerate(folders, first):
+        step = RecordedStep(step_files(folder), job)
         rows += [{"step": number} | row for row in step.rows(step.rollouts, decode)]
     name = str(first) if first == last else f"{first}-{last}"
     path = run / f"rollouts-{name}.html"
@@ -114,13 +110,6 @@ def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]]
     values |= {"recipe": recipe, "style": _own("page.css"), "drawing": _own("rollouts.js")}
     write_text(path, _environment().get_template(template).render(values))
     return path
-
-
-def _spans(steps: list[int]) -> str:
-    """Format rising numbers: ``1-3, 7``."""
-    starts = [n for n in steps if n - 1 not in steps]
-    ends = [n for n in steps if n + 1 not in steps]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 class PageWriter:

@@ -30,21 +30,14 @@ STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "defa
 
 
 def print_rollouts(
-    streams: Path,
-    model: Path,
-    limit: int = 5,
-    recipe: Recipe | None = None,
-    console: Console | None = None,
-    as_json: bool = False,
+    streams: Path, model: Path, limit: int, recipe: Recipe | None, console: Console, as_json: bool = False
 ) -> None:
     """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder,
     probed ones first within a step; with ``as_json`` a line of JSON for each.
 
-    ``model``: the folder whose tokenizer decodes. ``recipe``, by default the run's, gives the lessons of
-    training. Raises ValueError naming the path if there is nothing to read.
+    ``model``: the folder whose tokenizer decodes. ``recipe``, if known, gives the lessons of training.
+    Raises ValueError naming the path if there is nothing to read.
     """
-    console = console or Console(highlight=False)
-    recipe = recipe or recipe_of(streams)
     if recipe is None:
         console.print(f"{streams}: no run's recipe.yaml above it: what was trained is not known\n")
     decode, job = by_token(load_decoder(model)), recipe and Job(recipe)

@@ -32,7 +32,7 @@ from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.record.reader import read_step, scored_steps
+from megatron_eqlen.record.reader import read_step, scored_between
 from megatron_eqlen.record.replayed import check_steps
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns
@@ -97,12 +97,7 @@ class Target:
     @cached_property
     def rollouts(self) -> list[Rollout]:
         """The step's rollouts. Raises ValueError if there is none, or if different weights sampled them."""
-        step, folders = self.options.step, {n + 1: folder for n, folder in scored_steps(self.streams)}
-        if step not in folders:
-            near = min(folders, key=lambda number: abs(number - step), default=0)
-            has = f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {near}" if folders else "none"
-            raise ValueError(f"--step: expected a graded step of {self.streams} ({has}), found {step}")
-        folder = folders[step]
+        (folder,) = scored_between(self.streams, self.options.step, self.options.step)
         # the step that completes a suspended rollout records it whole
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:

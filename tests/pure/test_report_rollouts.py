@@ -16,7 +16,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.report.rollouts import RolloutView, Training, texts_of, view
-from megatron_eqlen.report.text import print_rollouts
+from megatron_eqlen.report.text import print_rollouts, recipe_of
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Grade, Rollout
 from tests.kit.report_runs import (
@@ -169,7 +169,7 @@ def run(tmp_path, model):
 
 def printed(path, model, limit=10, recipe=None) -> str:
     console = Console(file=io.StringIO(), width=160, highlight=False)
-    print_rollouts(path, model, limit, recipe, console)
+    print_rollouts(path, model, limit, recipe or recipe_of(path), console)
     return console.file.getvalue()
 
 

@@ -79,8 +79,8 @@ def test_a_range_has_all_its_steps_and_the_page_loads_nothing(run):
 
 
 @pytest.mark.parametrize(("asked", "said"), [
-    ("3", r"--step 3: expected one of the recorded and graded steps of .*streams \(1-2, 7\), found no such"),
-    (f"1-{10**15}", r"--step 3: expected one of"),
+    ("3", r"--step: expected a graded step of .*streams \(3 of 1 to 7, nearest 2\), found 3"),
+    (f"1-{10**15}", r"--step: expected a graded step of .*, found 3"),
     ("7-1", "expected a step as 12, or steps as 10-12, found '7-1'"),
     ("0", "expected a step as 12, or steps as 10-12, found '0'"),
 ])  # fmt: skip
