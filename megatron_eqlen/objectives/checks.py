@@ -19,9 +19,6 @@ from megatron_eqlen.rewards.functions import is_reward_function
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.tree import step_tokens
 
-LIMITED = {"math", "code"}
-"""Graders that keys of ``reward`` limit."""
-
 
 def check_combination(job: ResolvedRecipe, known: Container[str] = ()) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit, an engine
@@ -46,11 +43,12 @@ def without_effect(job: ResolvedRecipe) -> Iterator[str]:
     """Yield ``recipe.checks.idle_problems``, and limits of graders that grade nothing."""
     recipe = job.recipe
     yield from idle_problems(recipe, with_defaults(job))
+    limited = {"math", "code"}  # graders that keys of ``reward`` limit
     graders = {each.grader or "": f"{key}.grader" for key, each in recipe.data_sets.items()}
     # without a name the rows say theirs, and a factory of one's own gets all limits
-    named = all(name in LIMITED or (name and is_reward_function(name, key)) for name, key in graders.items())
+    named = all(name in limited or (name and is_reward_function(name, key)) for name, key in graders.items())
     for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
-        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders.keys():
+        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in limited - graders.keys():
             found = ", ".join(sorted(graders))
             yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
 

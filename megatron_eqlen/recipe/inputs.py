@@ -155,12 +155,10 @@ def _inputs(recipe: Recipe) -> dict[str, Input]:
 def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
     """Return the section with its commit: the one among ``known``, or else the hub's, which is added."""
     repo = hub_repo(section)
-    if repo is None:
-        if section.revision is not None:
-            found = f"the local path {section.path}"
-            raise RecipeError(f"{key}.revision: {section.revision} is for a name on the hub, found {found}")
-        return section
-    if repo.is_pinned:
+    if repo is None and section.revision is not None:
+        found = f"the local path {section.path}"
+        raise RecipeError(f"{key}.revision: {section.revision} is for a name on the hub, found {found}")
+    if repo is None or repo.is_pinned:
         return section
     # Asked once: several sections may name one repository, and its branch may move.
     if _pin_key(repo) not in known:
@@ -172,14 +170,10 @@ def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
 
 
 def _download(key: str, section: Input) -> None:
-    repo = hub_repo(section)
-    if repo is None:
-        return
+    of_data = isinstance(section, SourceRecipe | BenchmarkRecipe)
     try:
-        if isinstance(section, SourceRecipe | BenchmarkRecipe):
-            repo.download(partial(_chosen, section))
-        else:
-            repo.download(model_files)
+        if repo := hub_repo(section):
+            repo.download(partial(_chosen, section) if of_data else model_files)
     except ValueError as error:
         raise RecipeError(f"{key}.path: {error}") from None
 

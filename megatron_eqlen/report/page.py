@@ -142,10 +142,9 @@ def _own(name: str) -> str:
 
 def _bokeh() -> str:
     """Return BokehJS. Bokeh itself is not imported, which takes longer than all else."""
-    package = find_spec("bokeh")
-    assert package is not None, "pyproject.toml requires it"
-    assert package.origin is not None
-    scripts = Path(package.origin).parent / "server/static/js"
+    origin = getattr(find_spec("bokeh"), "origin", None)
+    assert origin is not None, "pyproject.toml requires it"
+    scripts = Path(origin).parent / "server/static/js"
     return "\n".join((scripts / f"{name}.min.js").read_text("utf-8") for name in ("bokeh", "bokeh-api"))
 
 
