@@ -173,6 +173,18 @@ def printed(path, model, limit=10, recipe=None) -> str:
     return console.file.getvalue()
 
 
+def test_inspect_names_the_option_for_a_model_that_is_not_here(run, model, capsys):
+    """A run was copied from another machine."""
+    elsewhere = model.rename(model.with_name("elsewhere"))
+    try:
+        assert cli.main(["inspect", str(run)]) == 2
+        said = f"{run}/streams: no model in {model}: name the tokenizer's folder by --model\n"
+        assert capsys.readouterr().err == f"eqlen inspect: {said}"
+        assert cli.main(["inspect", str(run), "--model", str(elsewhere)]) == 0
+    finally:
+        elsewhere.rename(model)
+
+
 def test_inspect_prints_text_rewards_and_outcome(run, model):
     text = printed(run / "streams" / "step-00000000" / "rank-0.arrow", model)
     assert re.search(r"sums/a\.parquet#1 +stream 0, 1 pair, both ended", text)
