@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.objectives.checks import check_combination, without_effect
+from megatron_eqlen.objectives.checks import check_combination, problems
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import BenchmarkRecipe, LoraRecipe, Recipe, layout
@@ -109,21 +109,20 @@ class Job:
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), run: Path | None = None) -> Recipe:
-    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. ``run``: folder, default the
-    recipe's own; a key without effect with which its run began is not refused. Raises RecipeError."""
+    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. ``run``: its folder, by
+    default the recipe's own; what its run began with is not refused. Raises RecipeError."""
 
     def check(recipe: Recipe) -> None:
         known: set[str] = set()
         with suppress(ValueError, OSError):  # it has not begun, or its recipe can be read no more
-            known |= {*without_effect(Job(recipe_load.load((run or recipe.run_folder) / recipe_load.RECIPE)))}
+            known.update(problems(Job(recipe_load.load((run or recipe.run_folder) / recipe_load.RECIPE))))
         check_combination(Job(recipe), known)
 
     return recipe_load.load(path, overrides, [check])
 
 
 def parse(raw: dict[str, Any], where: str, known: Container[str] = ()) -> Recipe:
-    """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError, but not for ``known``
-    problems, of ``without_effect``."""
+    """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError, not for ``known``."""
     return recipe_load.parse(raw, where, [lambda recipe: check_combination(Job(recipe), known)])
 
 

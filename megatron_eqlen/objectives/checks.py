@@ -21,36 +21,26 @@ from megatron_eqlen.sampling.tree import step_tokens
 
 
 def check_combination(job: ResolvedRecipe, known: Container[str] = ()) -> None:
-    """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit, an engine
-    lacks an option, or for a problem of ``without_effect`` that is not ``known``."""
+    """Raise ValueError for options that an engine lacks, and for ``problems`` that are not ``known``."""
+    check_options("model.megatron", job.recipe.model.megatron)
+    check_options("rollout.vllm", job.recipe.rollout.vllm)
+    for problem in (problem for problem in problems(job) if problem not in known):
+        raise ValueError(problem)
+
+
+def problems(job: ResolvedRecipe) -> Iterator[str]:
+    """Yield why the objective and the rest of the recipe do not fit. Raises ValueError for a part that fails.
+    Not among the checks of every recipe: a run that began with a problem is read, and goes on."""
     _ = KINDS[job.recipe.sampling]  # one of the user's own can be imported
     recipe, objective = job.recipe, job.objective
-    check_options("model.megatron", recipe.model.megatron)
-    check_options("rollout.vllm", recipe.rollout.vllm)
-    if found := [problem for problem in without_effect(job) if problem not in known]:
-        raise ValueError(found[0])
+    yield from idle_problems(recipe, with_defaults(job))
     try_parts({field: getattr(objective, field) for field in PARTS})
     rules = (
         _refusals, _sampling_problems, _baseline_problems, _clip_problems, _ratio_problems, _logprob_problems,
         _reward_problems, _length_problems, _dynamic_sampling_problems,
     )  # fmt: skip
     for each in rules:
-        for problem in each(recipe, objective):
-            raise ValueError(problem)
-
-
-def without_effect(job: ResolvedRecipe) -> Iterator[str]:
-    """Yield ``recipe.checks.idle_problems``, and limits of graders that grade nothing."""
-    recipe = job.recipe
-    yield from idle_problems(recipe, with_defaults(job))
-    limited = {"math", "code"}  # graders that keys of ``reward`` limit
-    graders = {each.grader or "": f"{key}.grader" for key, each in recipe.data_sets.items()}
-    # without a name the rows say theirs, and a factory of one's own gets all limits
-    named = all(name in limited or (name and is_reward_function(name, key)) for name, key in graders.items())
-    for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
-        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in limited - graders.keys():
-            found = ", ".join(sorted(graders))
-            yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
+        yield from each(recipe, objective)
 
 
 def settings(recipe: Recipe, objective: Objective) -> dict[str, str]:
@@ -248,8 +238,12 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"{cause}, and nothing corrects for it: {remedy}"
 
 
+LIMITED = {"math", "code"}
+"""Graders that keys of ``reward`` limit."""
+
+
 def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield rewards that the objective cannot use, and none."""
+    """Yield rewards that the objective cannot use, none, and limits of graders that grade nothing."""
     longest, buffer = recipe.rollout.max_response_length, objective.overlong_buffer
     if objective.rewards == "apart" and not recipe.reward.weights:
         yield f"objective: {objective.name} compares named rewards apart: expected reward.weights, found none"
@@ -260,6 +254,13 @@ def _reward_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield f"loss.overlong_buffer: {buffer} is not below rollout.max_response_length {longest}"
     if objective.advantage is none and not recipe.teacher:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
+    graders = {each.grader or "": f"{key}.grader" for key, each in recipe.data_sets.items()}
+    # without a name the rows say theirs, and a factory of one's own gets all limits
+    named = all(name in LIMITED or (name and is_reward_function(name, key)) for name, key in graders.items())
+    for key, value in recipe.reward.model_dump(exclude_defaults=True).items() if named else ():
+        if (grader := "math" if key == "timeout" else key.partition("_")[0]) in LIMITED - graders.keys():
+            found = ", ".join(sorted(graders))
+            yield f"reward.{key}: {shown(value)} acts only with the grader {grader}, found {found}"
 
 
 def _length_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:

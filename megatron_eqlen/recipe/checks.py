@@ -40,7 +40,7 @@ def check(recipe: Recipe) -> None:
 
 def idle_problems(recipe: Recipe, resolved: Recipe) -> Iterator[str]:
     """Yield keys that cannot act (``When``), and numbers beyond bounds. ``resolved``: with the objective's
-    defaults. Not among the checks of every recipe: a run that began with one is read, and goes on."""
+    defaults."""
     yield from (*_unread_problems(recipe), *_number_problems(recipe))
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_eqlen.job import Job, parse, untrained
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.objectives.checks import without_effect
+from megatron_eqlen.objectives.checks import problems
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.objectives.token_baseline import BASELINES
@@ -73,7 +73,7 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], job: Job) -> l
     many = job.objective.dynamic_sampling and not recipe.rollout.carry_over
     room = recipe.data.prompts_per_step if many else len(rollouts)
     alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
-    refused, known = list[Agreement](), {*without_effect(job)}
+    refused, known = list[Agreement](), {*problems(job)}
     for title, objective, loss in variants:
         try:
             variant = Job(parse(raw | {"objective": objective, "loss": loss}, "", known))

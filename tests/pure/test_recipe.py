@@ -235,6 +235,7 @@ def test_how_benchmarks_are_sampled_needs_some_unless_the_recipe_lists_none():
     {"model": {"path": "m", "megatron": {"clip_grad": -1}}},
     {"model": {"path": "m", "megatron": {"attention_softmax_in_fp32": True}}},
     {"reward": {"timeout": 60}, "data": {"sources": [{"name": "a", "path": "b", "grader": "code"}]}},
+    {"equal_length": {"pair_count": "effective"}, "teacher": {"path": "t"}},
 ])  # fmt: skip
 def test_a_run_that_began_with_what_is_refused_now_is_read_and_goes_on(changes, tmp_path, monkeypatch):
     """It began with an earlier version, in the folder that the command line's keys name."""
