@@ -28,6 +28,7 @@ from megatron_eqlen.engines.server.gate import (
     UPDATE,
     Gate,
 )  # fmt: skip
+from tests.kit.recipes import SMALL
 
 GENERATE = "/inference/v1/generate"
 
@@ -162,3 +163,11 @@ def test_a_server_takes_keys_of_the_recipe_before_and_behind_its_options(monkeyp
         with pytest.raises(SystemExit):
             starter.main()
     assert asked == [("recipe.yaml", ["seed=3", "steps=2"])] * 2
+
+
+def test_a_server_refuses_options_that_its_engine_lacks(monkeypatch, tmp_path):
+    (tmp_path / "r.yaml").write_text(json.dumps(SMALL | {"model": {"path": str(tmp_path)}}))
+    monkeypatch.setenv(KEY, "key")
+    monkeypatch.setattr(sys, "argv", ["server", str(tmp_path / "r.yaml"), "rollout.vllm.brand_new=1"])
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.brand_new: the engine has no such option"):
+        starter.main()
