@@ -177,14 +177,15 @@ def evaluate(arguments: argparse.Namespace) -> int:
         model, out = model or recipe / "export", out or recipe / "evaluated.json"
         if not (arguments.model or is_whole(model)):
             wrong = ", ".join(changed(model)[:3]) if model.exists() else ""
-            found = f"other files than the run wrote: {wrong}" if wrong else "none: the run has not ended"
+            why = "the run has not ended" if (recipe / RECIPE).exists() else f"the folder has no {RECIPE}"
+            found = f"other files than the run wrote: {wrong}" if wrong else f"none: {why}"
             raise ValueError(f"{model}: expected the run's model, found {found}; name a model by --model")
         recipe /= RECIPE
     if model and (named := [word for word in arguments.overrides if word.startswith("model.path=")]):
         raise ValueError(f"{named[0]}: --model names another model, {model}: name one of them, by --model")
     # a revision is that of the recipe's own model
     other = [f"model.path={model}", "model.revision=null"] if model else []
-    asked = load(recipe, [*other, *arguments.overrides], recipe.parent)
+    asked = load(recipe, [*other, *arguments.overrides], recipe.parent if arguments.recipe.is_dir() else None)
     if not asked.evaluation.benchmarks:
         raise ValueError(f"{recipe}: evaluation.benchmarks: expected what to evaluate, found none")
     # what it trains with is not read, and need not be here

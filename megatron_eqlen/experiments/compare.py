@@ -95,9 +95,9 @@ def compare_runs(
     charts: Sequence[str] | None,
 ) -> None:
     """Print the tables of ``folders`` (run folders, or folders that hold some), and ``write`` them to
-    ``out``. ``baseline``: the method whose difference to every other is shown, by default the first one
-    sampled independently. Runs that have not ended are named and left out. Raises ValueError if none has
-    ended, for two runs of one seed, and for evaluations on different questions."""
+    ``out``. ``baseline``: the method whose difference to every other is shown, by default the table's first
+    one. Runs that have not ended are named and left out. Raises ValueError if none has ended, for two runs of
+    one seed, and for evaluations on different questions."""
     runs = run_folders(folders)
     ended = [folder for folder in runs if has_ended(folder, load_run(folder))]
     for folder in (folder for folder in runs if folder not in ended):
