@@ -147,8 +147,7 @@ def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
     for name, expected in FAMILIES[family].only_supported.items():
         if (value := fields.raw.get(name, expected)) != expected:
             raise fields.error(f"{name}: only {expected!r} is supported in a {family} model, found {value!r}")
-    kinds = fields.optional("layer_types", list, None)
-    if kinds is None:
+    if (kinds := fields.optional("layer_types", list, None)) is None:
         return
     supported = FAMILIES[family].layer_types
     # Lists may hold anything: only text can be looked up in a set.
