@@ -262,8 +262,7 @@ def _sparse_layers(fields: Fields, family: Family, layers: int) -> tuple[bool, .
 
 
 def _delta_net(fields: Fields, layers: int) -> DeltaNet:
-    kinds = fields.optional("layer_types", list, None)
-    if kinds is not None:
+    if (kinds := fields.optional("layer_types", list, None)) is not None:
         linear = tuple(kind == "linear_attention" for kind in kinds)
     else:
         interval = fields.get("full_attention_interval", int)

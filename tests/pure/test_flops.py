@@ -53,6 +53,10 @@ def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
     servers = ["rollout.servers=[http://a:1,http://b:1]", "rollout.tensor_parallel=4"]
     apart = achieved(Job(load(ROOT / "recipes/qwen3_32b_servers.yaml", servers)), step, None)
     assert apart["harvest/tokens_per_gpu_second"] == pytest.approx(new * 8e5 / (20 * 2 * 4))
+    replay = step | dict.fromkeys(("harvest/generated_tokens", "harvest/resumed_tokens"), 0)
+    replayed = achieved(Job(recipe), replay, "NVIDIA H100 80GB HBM3")
+    assert replayed["harvest/flops"] == 0
+    assert not {"harvest/mfu", "harvest/tokens_per_gpu_second"} & replayed.keys()
     for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA RTX A1000", "RTX 4090 D"):
         assert "train/mfu" not in achieved(Job(recipe), step, unknown)
 

@@ -13,6 +13,7 @@ from megatron_eqlen.cli.submit import load_with_servers
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.job import KNOWN_MODELS, Job, load
 from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.activations import RankRow
 from megatron_eqlen.plan.flops import forward_flops, training_flops
 from megatron_eqlen.plan.host import export_bytes, host_parts, recorded_bytes, route_bytes
 from megatron_eqlen.plan.memory import Memory, memory
@@ -20,7 +21,7 @@ from megatron_eqlen.plan.roofline import BANDWIDTH, DENSE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
 from megatron_eqlen.plan.trainer import total
 from megatron_eqlen.plan.workload import Workload, workload
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, Recipe
 from tests.kit import ROOT
 from tests.kit.demonstrations import supervised
 from tests.kit.tiny_models import save_tiny
@@ -148,6 +149,28 @@ def test_a_stage_of_fewer_layers_with_more_rows_in_flight_decides_whether_the_re
     assert of_stages[0] > need.usable > of_stages[1]
     assert need.phases["train"] == pytest.approx(of_stages[0])
     assert [problem.partition(":")[0] for problem in need.problems()] == ["train"]
+
+
+def test_a_stage_beside_which_vllm_does_not_start_decides_though_another_needs_more_to_train():
+    split = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.layers_per_stage=[30,34]"]
+    engine = ["rollout.park_trainer=none", "rollout.kv_cache_gib=20", "rollout.gpu_memory_utilization=0.66"]
+    need = planned("qwen3_32b.yaml", *split, *engine, "packing.max_tokens_per_row=140000")
+    assert len(need.problems()) == 1
+    assert need.problems()[0].startswith("start: vLLM wants 56.7 GB free")
+    assert need.activations is need.stages[1].activations
+    assert need.stages[0].activations.peak - need.stages[1].activations.peak > 6e9
+
+
+@pytest.mark.parametrize(("target", "adapters"), [("attention", 2), ("mlp", 2), ("experts", 2 * 10)])
+def test_between_the_matrices_of_adapters_a_row_keeps_a_number_of_each_rank_for_each_token(target, adapters):
+    """Qwen3-Next: a token passes two linear layers of attention, of the shared expert and of 10 experts."""
+    model = read_config(KNOWN_MODELS / "qwen3-next-80b-a3b-thinking.json")
+    with_attention, kept = 3, []
+    for rank in (0, 16):
+        lora = LoraRecipe(rank=rank, alpha=16, targets=[target])
+        row = RankRow(model, ParallelRecipe(), 100, 2, sequence=False, gpu=True, lora=lora, imbalance=1.0)
+        kept.append(row.layer(with_attention))
+    assert kept[1] - kept[0] == adapters * 100 * 16 * 2
 
 
 def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
@@ -437,6 +460,9 @@ def test_routes_take_host_memory_once_where_they_were_graded_and_once_a_tensor_p
 def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():
     need = planned("qwen3_32b.yaml", "rollout.kv_cache_gib=1")
     assert [problem.split(" are left")[0] for problem in need.problems()] == ["start: 1.1 GB"]
+    less_than_none = planned("qwen3_32b.yaml", "rollout.gpu_memory_utilization=0.1")
+    assert less_than_none.parts["engine"] > 0.1 * less_than_none.total
+    assert less_than_none.parts["kv_cache"] == 0
     assert planned("qwen3_32b.yaml").problems() == []
 
 
@@ -472,6 +498,8 @@ def test_the_plan_of_supervised_training_counts_its_rows_and_an_engine_only_for_
     rows = recipe.data.prompts_per_step
     assert (work.tracks, work.generated, work.trained, work.context) == (0, 0, rows * 120, 60)
     assert [*memory(job).phases] == ["load", "train", "checkpoint", "export"]
+    small = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"gpu_memory_gib": 4})})
+    assert memory(Job(small)).problems() == [], "an engine has 3 GB of workspace alone"
     text = describe(job)
     assert "no engine\n" in text
     assert f"step        {rows} demonstrations; rows of 120\n" in text

@@ -724,6 +724,25 @@ def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inpu
     assert not (tmp_path / "run" / "contents.json").exists()
 
 
+MADE = (
+    "metrics.jsonl", "evaluation/before.json", "evaluation/after.json", "export", "streams/step-00000000",
+    "checkpoints/step-00000001", "a checkpoint that was saved and is gone",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_folder_in_which_a_start_made_anything_keeps_its_recipe(tmp_path, made):
+    recipe, other = (small(run_dir=str(tmp_path / "run"), optimizer={"lr": lr}) for lr in (0.5, 1.0))
+    RunFolder(recipe).open(recipe).close()
+    if "/" in made or "." in made or made == "export":
+        (tmp_path / "run" / made).mkdir(parents=True)
+    else:
+        events.append(tmp_path / "run", "saved", step=1)
+    assert not RunFolder(recipe).is_empty()
+    with pytest.raises(RecipeError, match=r"optimizer\.lr: 0\.5 -> 1\.0"):
+        RunFolder(other).open(other)
+
+
 def run_of_three_steps(folder: Path) -> Path:
     """Make a run with checkpoints after steps 2 and 3, evaluated before and after them."""
     for step in ("step-00000002", "step-00000003"):
@@ -764,10 +783,12 @@ def test_a_run_that_has_only_copied_the_step_it_begins_from_takes_another_recipe
         folder.begin_from(f"{source}@2", carries=True)
         folder.open(each).close()
         assert f"path: {each.model.path}" in folder.recipe.read_text()
-    (run / "streams/step-00000002").mkdir()  # the run's own
-    RunFolder(other).begin_from(f"{source}@2", carries=True)
-    with pytest.raises(RecipeError, match="'right' -> 'refused'"):
-        RunFolder(recipe).check(recipe)
+    for own in ("streams/step-00000002", "checkpoints/step-00000003", "evaluation/after.json", "export"):
+        (run / own).mkdir()
+        RunFolder(other).begin_from(f"{source}@2", carries=True)
+        with pytest.raises(RecipeError, match="'right' -> 'refused'"):
+            RunFolder(recipe).check(recipe)
+        (run / own).rmdir()
 
 
 def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tmp_path):

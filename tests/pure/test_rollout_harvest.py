@@ -544,6 +544,19 @@ def test_speeds_are_of_this_attempt_and_counts_of_all(monkeypatch):
     assert metrics["harvest/slot_occupancy"] == (20 + engine.deltas) / (6 * (7 + steps))
 
 
+@pytest.mark.parametrize("carry_over", [True, False])
+def test_rollouts_that_earlier_steps_began_are_counted_and_not_those_of_a_killed_attempt(carry_over):
+    recipe = make_recipe(rollout={"carry_over": True, "tokens_per_step": 100} if carry_over else {})
+    origins = (RolloutOrigin(0) if carry_over else None), None
+    partial = [
+        PartialRollout(prompt, 0, origin=origin)
+        for prompt, origin in zip(make_prompts(2), origins, strict=True)
+    ]
+    engine = ScriptedEngine(random.Random(0))
+    _, metrics = harvested(engine, recipe, progress=HarvestProgress(partial=partial))
+    assert metrics.get("harvest/carried_rollouts") == (1 if carry_over else None)
+
+
 def test_what_prompts_share_is_computed_once_also_in_several_attempts():
     prompts = [Prompt(name, [1, *ids], "q", "math", "0") for name, ids in (("a", [5, 5, 5]), ("b", [0]))]
     prompts.append(Prompt("c", [1, 5, 5, 6], "q", "math", "0"))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map, peft_config
+from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map, peft_config, peft_tensors
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import HFFolder
@@ -32,7 +32,7 @@ from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import weekly
-from tests.kit.tiny_models import SHORT, save_tiny
+from tests.kit.tiny_models import FAMILIES, SHORT, save_tiny, tiny_config
 from tests.kit.tree_samples import group, stream
 from tests.kit.tree_training import Trained, adapters_of, train_trees, worst_difference
 from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of, save, weights_of
@@ -442,6 +442,55 @@ def test_adapters_that_the_model_has_no_place_for_are_refused(folders, rank, tar
     adapter_map(read_config(folders / "qwen3"), 64, None)
     with pytest.raises(ValueError, match=message):
         adapter_map(read_config(folders / "qwen3"), rank, targets)
+
+
+def linear_layers(model: torch.nn.Module) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the linear layers of Transformers' model, [out, in] by target and name, but for the head and
+    those that weight experts."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "gate")):
+            part = name.split(".")[3]
+            target = {"self_attn": "attention", "linear_attn": "delta_net", "mlp": "mlp"}[part]
+            found.setdefault(target, {})[name] = (module.out_features, module.in_features)
+        elif (fused := getattr(module, "gate_up_proj", None)) is not None and fused.dim() == 3:
+            experts, rows, columns = fused.shape
+            for expert in range(experts):
+                sizes = {"gate_proj": (rows // 2, columns), "up_proj": (rows // 2, columns)}
+                for kind, size in (sizes | {"down_proj": (columns, rows // 2)}).items():
+                    found.setdefault("experts", {})[f"{name}.{expert}.{kind}"] = size
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_of_transformers_has_an_adapter_of_its_target(family, tmp_path):
+    """Numbers of layers and experts have two digits. The rank is at most that of each matrix of Megatron's,
+    of which those that join the residual stream are one of Transformers' each."""
+    experts = "n_routed_experts" if family == "glm4_moe" else "num_experts"
+    config = tiny_config(family, num_hidden_layers=12, intermediate_size=24, **{experts: 11})
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        expected = linear_layers(AutoModelForCausalLM.from_config(config))
+    model = read_config(tmp_path)
+    for targets, layers in [((target,), expected[target]) for target in expected] + [
+        (None, {name: size for of_target in expected.values() for name, size in of_target.items()})
+    ]:
+        most = min(min(size) for name, size in layers.items() if re.search(r"\.(o|out|down)_proj$", name))
+        found = [each for weights in adapter_map(model, most, targets) for each in named_shapes(weights)]
+        assert len(found) == len(dict(found)) == 2 * len(layers)
+        assert dict(found) == {
+            f"base_model.model.{name}.lora_{matrix}.weight": shape
+            for name, (rows, columns) in layers.items()
+            for matrix, shape in (("A", (most, columns)), ("B", (rows, most)))
+        }
+        with pytest.raises(ValueError, match=rf"^lora.rank: {most + 1} is .*: expected at most {most}$"):
+            adapter_map(model, most + 1, targets)
+
+
+def named_shapes(adapter: AdapterWeights) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the tensors of an adapter by the names in a PEFT folder, with their shapes."""
+    own = {adapter.A.hf[0]: adapter.A.shapes[0], **dict(zip(adapter.B.hf, adapter.B.shapes, strict=True))}
+    return [(name, own[stored]) for name, stored in peft_tensors(adapter)]
 
 
 @pytest.mark.parametrize(("base", "named"), [

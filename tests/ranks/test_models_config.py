@@ -133,6 +133,10 @@ REFUSED = {
     "mlp_bias": (True, "llama"),
     "use_mrope": (True, "qwen2"),
     "is_causal": (False, "qwen3"),
+    "sliding_window": (4096, "llama"),
+    "logit_scale": (0.25, "llama"),
+    "qk_norm": (True, "qwen2"),
+    "compression_config": ({"format": "int-quantized"}, "qwen3"),
     "num_attention_heads": ("many", "qwen3"),
     "num_hidden_layers": (0, "qwen3"),
     "partial_rotary_factor": (0.5, "qwen3"),
@@ -316,6 +320,17 @@ def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
     raw = saved(tmp_path, family)
     interval = {"full_attention_interval": 4} if family == "qwen3_next" else {}
     assert parse_config(raw | interval | {field: None}, "null") == parse_config(raw, "whole")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_is_refused_where_vllm_slides_it(tmp_path, family):
+    """Qwen2's and Qwen3's files have one that ``use_sliding_window: false`` switches off; Transformers' Llama
+    and GLM have none, and vLLM's (``EngineArgs.create_engine_config``) have it whatever that field says."""
+    raw = saved(tmp_path, family) | {"use_sliding_window": False}
+    slides = family in ("llama", "glm4_moe")
+    for window in (None, 4096):
+        found = parsed_or_error(raw | {"sliding_window": window})
+        assert isinstance(found, ConfigError) == bool(slides and window), found
 
 
 def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):

@@ -56,6 +56,18 @@ def test_round_trip_is_exact_on_every_rank(tmp_path, family, world_size, layout)
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+def test_a_routers_bias_stays_in_float32_between_weights_in_bfloat16(tmp_path):
+    """As GLM's are published; a stage sends them to the others."""
+    source, out = tmp_path / "hf", tmp_path / "one-file"
+    save_tiny(source, "glm4_moe", num_hidden_layers=2)
+    tensors = load_file(source / "model.safetensors")
+    halves = {name: each if "correction" in name else each.bfloat16() for name, each in tensors.items()}
+    save_file(halves, source / "model.safetensors", metadata={"format": "pt"})
+    exported = run_ranks(2, load_and_save, str(source), {"pipeline": 2}, str(out), torch.bfloat16)
+    assert all(rank == tensors.keys() for rank in exported)
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 def broadcasts_and_names(folder: str, layout: dict, sent_at_once: int) -> tuple[int, set[str]]:
     """Return the number of messages of an export, and the names of tensors that it gives equal to the
     file's."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.models.router_replay import compared, routers
+from megatron_eqlen.models.router_replay import GivenExperts, compared, routers
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
@@ -100,6 +100,17 @@ def test_given_experts_are_what_transformers_computes_with(name, folders, whole)
     assert difference < MAX_GRADIENT_ERROR, f"{weight}: {difference}"
 
 
+def test_given_experts_have_the_order_of_top_k_which_decides_the_last_bits_of_their_sum():
+    scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    expected = scores.topk(4)
+    shuffled = expected.indices[:, [2, 0, 3, 1]]
+    shuffled[::3] = -1  # not known: the router's own
+    found = GivenExperts(shuffled, replayed=True).get_replay_topk(
+        scores, 4, default_compute_topk=lambda scores, number, *groups: scores.topk(number)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
 def test_routers_count_no_more_after_an_error(folders):
     with world_of(folders["moe"]) as model:
         with pytest.raises(KeyError), compared(model):
@@ -107,8 +118,9 @@ def test_routers_count_no_more_after_an_error(folders):
         assert [router.agreement for router in routers(model)] == [None] * LAYERS["moe"]
 
 
-def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
-    """Return a pass without routes, and one that is given the experts which the first one chose."""
+def free_and_given(folder: Path, replayed: bool, reads: bool) -> tuple[Trained, Trained]:
+    """Return a pass without routes, and one that is given the experts which the first one chose, or others
+    where they are not ``replayed`` or not read."""
     with world_of(folder) as model:
         (chunk,) = model
         choices = record_experts(model)
@@ -121,9 +133,9 @@ def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
             layers = len(choices) // len(rows)
             for place, row in enumerate(rows[: None if number == 0 else 0]):
                 routes = as_routes(choices[place * layers : (place + 1) * layers])
-                row.path_columns = {"routes": routes if replayed else np.roll(routes, 1, axis=0)}
+                row.path_columns = {"routes": routes if replayed and reads else np.roll(routes, 1, axis=0)}
             for router in routers(model):
-                router.replays = replayed
+                router.replays, router.reads_routes = replayed, reads
     return found[0], found[1]
 
 
@@ -134,10 +146,12 @@ def as_routes(chosen: list[torch.Tensor]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "replayed"), [("moe", True), ("next", False)], ids=["its own choice", "another, not replayed"]
+    ("name", "replayed", "reads"),
+    [("moe", True, True), ("next", False, True), ("moe", True, False)],
+    ids=["its own choice", "another, not replayed", "another's, not read"],
 )
-def test_nothing_changes_bit_for_bit(name, replayed, folders):
-    free, given = free_and_given(folders[name], replayed)
+def test_nothing_changes_bit_for_bit(name, replayed, reads, folders):
+    free, given = free_and_given(folders[name], replayed, reads)
     assert given.loss == free.loss
     assert all(torch.equal(given.gradients[key], value) for key, value in free.gradients.items())
 
