@@ -17,7 +17,7 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import COSTS, Spent
-from megatron_eqlen.recipe.contents import is_whole
+from megatron_eqlen.recipe.contents import is_whole, keep, written
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.report.diagnosis import STEPS, diagnose
 from megatron_eqlen.report.metrics import Columns, read_newest
@@ -132,7 +132,7 @@ class Run:
                 # what lies there is not what this run recorded as its export: keep it under another name
                 agree(lambda folder=folder: self.folder.set_aside(folder))
                 export(folder)
-                agree(lambda folder=folder: self.folder.wrote(folder))
+                agree(lambda folder=folder: keep(self.folder.path, {f"RUN/{folder.name}": written(folder)}))
 
     def report(self, rollouts: Rollouts) -> None:
         """Write report.html and print its path. Raises MismatchError if the mismatch ended the run."""

@@ -42,7 +42,6 @@ from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe.contents import FILE as CONTENTS
-from megatron_eqlen.recipe.contents import keep, written
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_newest
@@ -183,10 +182,6 @@ class RunFolder:
         steps = {n + 1 for n, _ in files.step_folders(self.streams)}
         steps |= {n for n, _ in files.step_folders(self.checkpoints)}
         return steps <= copied and not any(map(Path.exists, results)) and read_state(self.path).saved is None
-
-    def wrote(self, export: Path) -> None:
-        """Record the contents of ``export/`` or ``adapter/``."""
-        keep(self.path, {f"RUN/{export.name}": written(export)})
 
     def set_aside(self, export: Path) -> None:
         """Rename an export that is not what this run wrote."""
