@@ -121,10 +121,8 @@ class Run:
     def export(self, policy: Policy) -> None:
         """Export the model as a Hugging Face folder, and its adapters as a PEFT folder, where missing."""
         check_held(self.folder)
-        exports = {self.folder.export: policy.export}
-        if self.recipe.lora.rank:
-            exports[self.folder.adapter] = policy.export_adapters
-        for folder, export in exports.items():
+        adapters = {self.folder.adapter: policy.export_adapters} if self.recipe.lora.rank else {}
+        for folder, export in {self.folder.export: policy.export, **adapters}.items():
             # the same command may be given again after a whole export
             if agree(lambda folder=folder: is_whole(folder)):
                 continue
