@@ -44,12 +44,15 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def scratch(kind: str) -> str:
-    """Make ``/tmp/eqlen-KIND-*``, locked until this process ends, and remove such folders without a lock."""
+    """Make ``/tmp/eqlen-KIND-*``, locked until this process ends, and remove such folders without a lock.
+    Raises OSError where less than 1 MiB is free: ranks that meet at a torn file would wait without end."""
     for left in glob.glob(f"{tempfile.gettempdir()}/eqlen-{kind}-*"):
         if (lock := _lock(left)) is not None:
             removed(left)
             os.close(lock)
     made = tempfile.mkdtemp(prefix=f"eqlen-{kind}-")
+    if shutil.disk_usage(made).free < 1 << 20:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
     # another process may take it for one that was left, before it is locked
     # The lock's descriptor stays open on purpose: the lock ends with this process.
     return made if _lock(made) is not None and os.path.exists(made) else scratch(kind)

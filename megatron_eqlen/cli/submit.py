@@ -17,6 +17,7 @@ from megatron_eqlen.files import write_text
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_environment, train_options
+from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import FILE as LOCK
 from megatron_eqlen.processes.hold import is_locked
 from megatron_eqlen.recipe import Recipe
@@ -81,7 +82,7 @@ class Submission:
         script = self.folder.path / "submit.sbatch"
         write_text(script, self.script())
         job = _sbatch(script)
-        self.folder.submitted(job, self.recipe)
+        events.append(self.folder.path, "submitted", job=job, recipe=self.recipe.model_dump(mode="json"))
         run, stop = (shlex.quote(str(path)) for path in (self.folder.path, self.folder.stop))
         print(
             f"job {job}: {script}\n"

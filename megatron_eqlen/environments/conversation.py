@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.environments.environment import Environment, LostError, Observation
 from megatron_eqlen.hf.tokenizer import encodable
+from megatron_eqlen.processes.failures import words
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Grade, Prompt
@@ -154,12 +155,16 @@ def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = (
 
 
 def _save(environment: Environment, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if (text := environment.save(file.parent)) is not None:
-        # two lines that said the same write at the same time
-        partial = file.with_name(f".{file.name}.{threading.get_ident()}")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+    """Write the state. Raises LostError for a fault of the run's disk, which says nothing of a response."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if (text := environment.save(file.parent)) is not None:
+            # two lines that said the same write at the same time
+            partial = file.with_name(f".{file.name}.{threading.get_ident()}")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(file)
+    except OSError as error:
+        raise LostError(f"an environment's state could not be saved: {words(error)}") from error
 
 
 def forked(environment: Environment) -> Environment:
@@ -177,9 +182,8 @@ def closed(environment: Environment) -> None:
 
 def _grade(environment: Environment) -> Grade | None:
     """Return the environment's grade of the response. Raises TypeError for what is no grade."""
-    grade = environment.grade()
-    if grade is None:
-        return grade
+    if (grade := environment.grade()) is None:
+        return None
     # Texts of a user's code may hold half a surrogate pair, which no record takes.
     if isinstance(grade, Grade):
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}

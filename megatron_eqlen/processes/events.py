@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import expecting, naming, opened
-from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
 STAGE, STEP = b'"kind": "stage"', b'"kind": "step"'
@@ -143,7 +142,7 @@ class EventWriter(logging.Handler):
     @contextmanager
     def writing(self, run: Path, check: Callable[[], None]) -> Iterator[None]:
         """Write to ``run`` in the block: events, the warnings of the package's loggers, and how it ends.
-        ``check`` raises HeldError if another process holds the folder: then nothing is written."""
+        ``check`` raises ValueError if another process holds the folder: then nothing is written."""
         error = None
         logging.getLogger("megatron_eqlen").addHandler(self)
         thread = threading.Thread(target=self._follow, args=(run, check), daemon=True, name="events")
@@ -171,6 +170,7 @@ class EventWriter(logging.Handler):
             events = [self._waiting.popleft() for _ in range(len(self._waiting))]
             # No event for ``BEAT`` seconds: a new time stamp is the sign of life.
             now = time.time()
-            with suppress(HeldError, OSError):  # the writer of metrics reports a full disk
+            # The writer of metrics reports a full disk, and the run's own checks a lock that is not read.
+            with suppress(ValueError, OSError):
                 check()
                 _write(run, events) if events else os.utime(run / FILE, (now, now))

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import socket
 import sys
 import time
@@ -137,9 +136,11 @@ def _message(error: BaseException) -> str:
 
 
 def free_space(path: Path) -> str:
-    """Return a text with the free disk space at ``path``, or at its nearest existing parent."""
+    """Return a text with the free space at ``path``, or its nearest existing parent: bytes, or files."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB are free there"
+    free = os.statvfs(existing)
+    few = f", for {free.f_favail} files" if free.f_favail < 10 and free.f_files else ""  # Btrfs counts none
+    return f"{free.f_bavail * free.f_frsize / 1e9:.2f} GB are free there{few}"
 
 
 def run_script(main: Callable[[], None]) -> None:

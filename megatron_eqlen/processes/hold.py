@@ -55,11 +55,10 @@ class Hold:
         self._file.close()
 
     def check(self) -> None:
-        """Raise HeldError if a later start of this job has taken the folder over."""
+        """Raise HeldError if a later start of this job has taken the folder over, or the lock is gone."""
         if (holder := read_holder(self.path)) != self._mine:
-            this = f"this process (SLURM job {self._mine['slurm_job']}, restart {self._mine['restart']})"
-            taken = f"{named(holder)} has taken this run over"
-            raise HeldError(f"{self.path.parent}: {taken}; {this} writes nothing more")
+            taken = f"{named(holder)} has taken this run over" if holder else f"{FILE} was removed or emptied"
+            raise HeldError(f"{self.path.parent}: {taken}; {named(self._mine)} writes nothing more")
 
     def _acquire(self) -> TextIO:
         deadline = time.monotonic() + PATIENCE

@@ -17,7 +17,7 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import COSTS, Spent
-from megatron_eqlen.recipe.contents import is_whole
+from megatron_eqlen.recipe.contents import is_whole, keep, written
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.report.diagnosis import STEPS, diagnose
 from megatron_eqlen.report.metrics import Columns, read_newest
@@ -121,10 +121,8 @@ class Run:
     def export(self, policy: Policy) -> None:
         """Export the model as a Hugging Face folder, and its adapters as a PEFT folder, where missing."""
         check_held(self.folder)
-        exports = {self.folder.export: policy.export}
-        if self.recipe.lora.rank:
-            exports[self.folder.adapter] = policy.export_adapters
-        for folder, export in exports.items():
+        adapters = {self.folder.adapter: policy.export_adapters} if self.recipe.lora.rank else {}
+        for folder, export in {self.folder.export: policy.export, **adapters}.items():
             # the same command may be given again after a whole export
             if agree(lambda folder=folder: is_whole(folder)):
                 continue
@@ -132,7 +130,7 @@ class Run:
                 # what lies there is not what this run recorded as its export: keep it under another name
                 agree(lambda folder=folder: self.folder.set_aside(folder))
                 export(folder)
-                agree(lambda folder=folder: self.folder.wrote(folder))
+                agree(lambda folder=folder: keep(self.folder.path, {f"RUN/{folder.name}": written(folder)}))
 
     def report(self, rollouts: Rollouts) -> None:
         """Write report.html and print its path. Raises MismatchError if the mismatch ended the run."""

@@ -29,7 +29,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe.contents import FILE as CONTENTS
-from megatron_eqlen.recipe.contents import keep, written
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_newest
@@ -148,19 +147,19 @@ class RunFolder:
             raise RecipeError(f"--from: expected RUN@STEP, one of its checkpoints ({found}), found {source}")
         files.refuse_unwritable(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        events.append(self.path, "from", text=source)
-        for name in (METRICS, "evaluation/before.json"):
-            if (file := Path(run) / name).exists():
-                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, self.path / name)
-        record = Path(run) / "streams" / files.step_name(int(step) - 1)
-        if carries and record.is_dir():
-            shutil.copytree(record, self.streams / record.name, dirs_exist_ok=True)
-        checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
-
-    def submitted(self, job: str, recipe: Recipe) -> None:
-        """Note that ``job`` will run ``recipe`` here."""
-        events.append(self.path, "submitted", job=job, recipe=recipe.model_dump(mode="json"))
+        with closing(Hold(self.path)):  # of two starts one copies, and the other one finds it begun
+            if checkpoint_folder.latest(self.checkpoints):
+                return
+            files.remove_partial(self.checkpoints)  # of a start that was killed
+            events.append(self.path, "from", text=source)
+            for name in (METRICS, "evaluation/before.json"):
+                if (file := Path(run) / name).exists():
+                    (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, self.path / name)
+            record = Path(run) / "streams" / files.step_name(int(step) - 1)
+            if carries and record.is_dir():
+                shutil.copytree(record, self.streams / record.name, dirs_exist_ok=True)
+            checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
 
     def lost_checkpoints(self) -> str | None:
         """Return an error if a checkpoint was saved and none is there, else None."""
@@ -183,10 +182,6 @@ class RunFolder:
         steps = {n + 1 for n, _ in files.step_folders(self.streams)}
         steps |= {n for n, _ in files.step_folders(self.checkpoints)}
         return steps <= copied and not any(map(Path.exists, results)) and read_state(self.path).saved is None
-
-    def wrote(self, export: Path) -> None:
-        """Record the contents of ``export/`` or ``adapter/``."""
-        keep(self.path, {f"RUN/{export.name}": written(export)})
 
     def set_aside(self, export: Path) -> None:
         """Rename an export that is not what this run wrote."""

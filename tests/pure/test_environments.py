@@ -246,11 +246,12 @@ class Answers(Environment):
         return Observation("7 7", done=self.asked > self.most)
 
 
-def words(make, settings=None, count=3, **limits):
-    """Return rollouts and metrics of ``count`` prompts; a turn has two words."""
+def words(make, settings=None, count=3, kept=None, **limits):
+    """Return rollouts and metrics of ``count`` prompts; a turn has two words. ``kept``: folder for states."""
     prompts = [replace(QUESTION, prompt_id=f"q{n}") for n in range(count)]
     settings = settings or recipe(limit=9, sampling="independent", objective="grpo")
-    plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speaking(make, **limits))
+    speak = replace(speaking(make, **limits), kept=kept)
+    plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speak)
     alternating = iter([CALL, END] * 10_000)
     engine = Drawing(lambda name, shares: next(alternating), row)
     engine.step = lambda: [engine.next(name) for name in list(engine.paths)[:1]]
@@ -270,6 +271,18 @@ def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, c
     assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q0", "q2"]
     assert [len(rollout.unscored()) for rollout in rollouts] == [0, 2, 0]
     assert "q1/0 has a response without a reward, its environment failed: " + told in caplog.text
+
+
+def test_a_state_that_the_runs_disk_does_not_take_ends_the_harvest_and_drops_no_rollout(tmp_path):
+    """Of a full disk, say: the same run resumes when there is room, with every response."""
+
+    class Kept(Answers):
+        def save(self, place):
+            return "x"
+
+    (tmp_path / "step").touch()  # below a file no folder can be made
+    with pytest.raises(EngineError, match=r"state could not be saved: .*step/environments: Not a directory"):
+        words(Kept, kept=tmp_path / "step")
 
 
 def test_an_environment_that_is_false_keeps_its_state():

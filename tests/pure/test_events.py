@@ -86,6 +86,23 @@ def test_events_noted_before_the_folder_is_known_are_written_then(tmp_path):
     assert ended["error"] == "KeyError: 'x'"
 
 
+def test_a_lock_that_cannot_be_read_for_a_while_ends_no_record(tmp_path):
+    """As where all file descriptors are in use for a moment, or a file server is away."""
+    checks = iter([ValueError(".lock: cannot be read: Too many open files")])
+
+    def check() -> None:
+        for error in checks:
+            raise error
+
+    writer = EventWriter()
+    with writer.writing(tmp_path, check):
+        writer.note("warning", text="unseen")
+        assert within(60, lambda: not writer._waiting)
+        writer.note("warning", text="seen")
+        assert within(60, lambda: kinds(tmp_path) == ["warning"])
+    assert kinds(tmp_path) == ["warning", "ended"]
+
+
 def test_the_last_event_is_written_at_once_also_where_the_thread_takes_it_before_all_is_over(tmp_path):
     class Slow(EventWriter):
         def note(self, kind, **fields):

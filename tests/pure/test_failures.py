@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -99,6 +101,13 @@ def test_a_write_to_a_full_disk_is_an_error_that_names_the_file(tmp_path):
     assert words.startswith(f"{tmp_path}/new/metrics.jsonl: No space left on device (")
     assert words.endswith(" GB are free there)")
     writer.close()
+
+
+@pytest.mark.parametrize(("left", "of", "says"), [(0, 9, ", for 0 files"), (11, 99, ""), (0, 0, "")])
+def test_a_disk_that_has_bytes_but_no_room_for_files_says_so(tmp_path, monkeypatch, left, of, says):
+    disk = SimpleNamespace(f_bavail=100_000, f_frsize=4096, f_favail=left, f_files=of)
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    assert failures.free_space(tmp_path / "new/file") == f"0.41 GB are free there{says}"
 
 
 def test_only_the_first_error_of_a_process_is_kept(run):

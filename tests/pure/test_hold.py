@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,15 @@ def test_a_lock_that_the_file_system_has_dropped_is_noticed(tmp_path):
     ours.check()
     with pytest.raises(HeldError, match="has taken this run over"):
         ghost.check()
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, lambda lock: lock.write_text("")])
+def test_a_holder_whose_lock_is_gone_says_so_and_names_no_other(tmp_path, lose):
+    """Somebody takes the file for a leftover."""
+    ours = Hold(tmp_path)
+    lose(tmp_path / ".lock")
+    with pytest.raises(HeldError, match=rf"lock was removed or emptied; process {os.getpid()} on .* writes"):
+        ours.check()
 
 
 def test_a_run_that_was_taken_over_puts_nothing_in_force(tmp_path, monkeypatch):

@@ -767,9 +767,13 @@ def test_a_run_that_begins_from_a_step_has_what_was_known_then_and_no_damaged_we
     with pytest.raises(CheckpointError, match=r"common\.pt: damaged: expected crc32"):
         folder.begin_from(f"{source}@2", carries)
     weights.write_text("step-00000002")
+    half = run / "checkpoints/.step-00000002.partial"  # a start that was killed while it copied
+    half.mkdir()
+    (half / "common.pt").write_text("step")
     folder.begin_from(f"{source}@2", carries)
     checkpoint = [f"checkpoints/step-00000002/{name}" for name in ("common.pt", "manifest.json")]
-    expected = {"events.jsonl", "metrics.jsonl", "evaluation/before.json", "checkpoints/latest", *checkpoint}
+    expected = {"events.jsonl", "metrics.jsonl", "evaluation/before.json", "checkpoints/latest", ".lock"}
+    expected |= {*checkpoint}
     expected |= {"streams/step-00000001/rank-0.arrow"} if carries else set()  # the last step's rollouts
     assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == expected
     assert (run / "evaluation/before.json").read_text() == "evaluation/before.json"

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -568,6 +569,18 @@ def test_a_later_process_removes_the_folders_of_a_killed_one(tmp_path, monkeypat
     assert os.path.exists(f"{left}/file")
     other = scratch("test")
     assert {str(path) for path in tmp_path.iterdir()} == {mine, other}
+
+
+def test_a_place_for_temporary_files_that_has_no_room_is_refused(tmp_path, monkeypatch):
+    """Ranks that met at a torn file there waited without end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+        with pytest.raises(OSError, match="No space left on device") as error:
+            scratch("test")
+    assert error.value.filename == str(tmp_path)
+    made = scratch("test")
+    assert [*map(str, tmp_path.iterdir())] == [made], "the other one was nobody's"
 
 
 def test_what_folders_cost_is_counted(template):
