@@ -315,6 +315,14 @@ def test_a_gold_that_is_a_list_of_texts_becomes_one_that_an_answer_can_meet(gold
     assert final_answer(gold) == answer
 
 
+def test_a_text_that_nests_too_deep_for_python_is_no_list_and_no_chat(tmp_path):
+    sums = "'1'" + "+'1'" * 20_000
+    assert final_answer(f"[{sums}]") == f"[{sums}]"
+    chat = f"[{{'role': 'user', 'content': {sums}}}]"
+    (problem,) = open_source(rows_in(tmp_path, [{"prompt": chat, "answer": 1}]), Tally())
+    assert problem.question == chat
+
+
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
     "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n2 + 3?\n\nRemember to "
