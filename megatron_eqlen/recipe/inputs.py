@@ -30,6 +30,7 @@ WHOLE_FOLDER = "livecodebench"
 """Reader that chooses among a data set's files itself."""
 
 MODEL, TEACHER = "model", "teacher"
+TEMPLATES = "template", "hidden", "expected"  # options of a workspace
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Import path of an object."""
 
@@ -46,13 +47,12 @@ def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
         os.environ[PINS] = json.dumps(known)
     sources = [section for section in changed.values() if isinstance(section, SourceRecipe)]
     benchmarks = [section for section in changed.values() if isinstance(section, BenchmarkRecipe)]
-    update = {
+    return recipe.model_copy(update={
         "model": changed[MODEL],
         "teacher": changed.get(TEACHER, recipe.teacher),
         "data": recipe.data.model_copy(update={"sources": sources}),
         "evaluation": recipe.evaluation.model_copy(update={"benchmarks": benchmarks}),
-    }
-    return recipe.model_copy(update=update)
+    })  # fmt: skip
 
 
 def fetch(recipe: Recipe) -> None:
@@ -140,8 +140,11 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
     texts = {key: text for key, text in leaves(recipe.model_dump()).items() if isinstance(text, str)}
     # Values of keys that are not ours, as options of environments, may name files, too.
     declared = {".".join(key) for key in all_keys()}
-    opened = {text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
-    paths |= {text for text in opened if os.path.isfile(text)}
+    opened = {key: text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
+    paths |= {text for text in opened.values() if os.path.isfile(text)}
+    # Folders of a workspace's tasks, of all golds; of other options folders may change.
+    tasks = (opened.get(f"environment.options.{key}", "").partition("{gold}")[0] for key in TEMPLATES)
+    paths |= {folder for folder in tasks if os.path.isdir(folder)}
     own = {text: digests(text) for text in sorted(set(texts.values())) if OBJECT.fullmatch(text)}
     keep_same(run, {path: contents(Path(path)) for path in sorted(paths)} | own)
 
@@ -154,8 +157,7 @@ def _inputs(recipe: Recipe) -> dict[str, Input]:
 
 def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
     """Return the section with its commit: the one among ``known``, or else the hub's, which is added."""
-    repo = hub_repo(section)
-    if repo is None:
+    if (repo := hub_repo(section)) is None:
         if section.revision is not None:
             found = f"the local path {section.path}"
             raise RecipeError(f"{key}.revision: {section.revision} is for a name on the hub, found {found}")
@@ -172,8 +174,7 @@ def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
 
 
 def _download(key: str, section: Input) -> None:
-    repo = hub_repo(section)
-    if repo is None:
+    if (repo := hub_repo(section)) is None:
         return
     try:
         if isinstance(section, SourceRecipe | BenchmarkRecipe):

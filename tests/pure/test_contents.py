@@ -9,7 +9,7 @@ import pytest
 
 from megatron_eqlen.recipe import contents
 from megatron_eqlen.recipe.contents import BLOCK, BLOCKS, FILE, ContentsError, function
-from megatron_eqlen.recipe.inputs import keep_inputs
+from megatron_eqlen.recipe.inputs import TEMPLATES, keep_inputs
 from megatron_eqlen.recipe.plugins import digests
 from tests.kit.report_runs import recipe
 
@@ -109,6 +109,22 @@ def test_a_resume_names_the_input_that_was_replaced(inputs, tmp_path, file, chan
         keep_inputs(tmp_path / "run", inputs)
     (tmp_path / "run" / FILE).unlink()
     keep_inputs(tmp_path / "run", inputs)
+
+
+@pytest.mark.parametrize("key", TEMPLATES)
+@pytest.mark.parametrize("name", ["tasks", "tasks/{gold}"])
+def test_a_resume_names_the_file_of_a_task_that_was_replaced(inputs, tmp_path, key, name):
+    for folder in ("tasks/one", "tool"):
+        (tmp_path / folder).mkdir(parents=True)
+    options = {"template": "repository@main", "readable": ["tool"], key: name}
+    environment = inputs.environment.model_copy(update={"name": "workspace", "options": options})
+    workspace = inputs.model_copy(update={"environment": environment})
+    keep_inputs(tmp_path / "run", workspace)
+    (tmp_path / "tool/cache").touch()
+    keep_inputs(tmp_path / "run", workspace)
+    (tmp_path / "tasks/one/test.py").touch()
+    with pytest.raises(ContentsError, match=r"began with other inputs: tasks/one/test\.py is new"):
+        keep_inputs(tmp_path / "run", workspace)
 
 
 def test_a_resume_does_not_mind_a_comment(inputs, tmp_path):
