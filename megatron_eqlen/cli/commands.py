@@ -147,10 +147,9 @@ def _print_plan(job: Job, everything: bool) -> int:
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan.text import describe
 
-    recipe, plan = job.recipe, describe(job)
-    changed = recipe.model_dump(mode="json", exclude_defaults=True)
+    plan, changed = describe(job), job.recipe.model_dump(mode="json", exclude_defaults=True)
     print(dump(with_defaults(job)) if everything else to_yaml(changed), plan, sep="\n")
-    for remark in filter(None, (missing_inputs(recipe), *remarks(job))):
+    for remark in filter(None, (missing_inputs(job.recipe), *remarks(job))):
         print(f"WARNING: {remark}")
     return 0
 

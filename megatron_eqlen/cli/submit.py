@@ -50,13 +50,14 @@ class Submission:
         text = train.read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
         output = str(self.folder.path.absolute() / "slurm-%j.out")
-        lines += _directives(f"--chdir={Path.cwd()}", f"--output={output}")
-        lines += _directives(*train_options(self.job, self.recipe.name))
+        places = f"--chdir={Path.cwd()}", f"--output={output}"
+        lines += [_directive([each]) for each in (*places, *train_options(self.job, self.recipe.name))]
         lines += [_directive(self.options)] if self.options else []
         if self.servers:
             # A second component of the job: nodes for servers, with options of their own.
             lines += ["#SBATCH hetjob"]
-            lines += _directives(*server_options(self.job, f"{self.recipe.name}-servers", self.servers))
+            options = server_options(self.job, f"{self.recipe.name}-servers", self.servers)
+            lines += [_directive([each]) for each in options]
             lines += [_directive(self.options)] if self.options else []
         called = SCRIPTS / ("het.sbatch" if self.servers else "train.sbatch")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()]
@@ -116,10 +117,6 @@ def load_with_servers(file: Path, overrides: Sequence[str], nodes: int) -> Recip
         raise ValueError(f"{named[0]}: --servers {nodes} starts the servers and names them: leave it out")
     # One server says how many fit on a node, which gives the number.
     return with_count(nodes * replicas_on_node(with_count(1))) if nodes else load(file, overrides)
-
-
-def _directives(*options: str) -> list[str]:
-    return [_directive([option]) for option in options]
 
 
 def _directive(options: Sequence[str]) -> str:

@@ -226,7 +226,7 @@ def _list_of_texts(text: str) -> list[str]:
     text = call[1] if (call := _CALL.fullmatch(text.strip())) else text.strip()
     if text.startswith("{"):  # in the order that stands there
         text = f"[{text[1:-1]}]"
-    with suppress(ValueError, SyntaxError):
+    with suppress(ValueError, SyntaxError, RecursionError):
         found = ast.literal_eval(_UNPARTED.sub(r"\1, \1", _BACKSLASH.sub(r"\\\\", text)))
         # ``[['a', 'b']]`` is a list in a list of one.
         while isinstance(found, list | tuple) and len(found) == 1:
@@ -260,7 +260,7 @@ def _read(value: Any) -> Any:
     # ``[{"role": "user", ...}]`` as JSON has it, ``[{'role': 'user', ...}]`` as Python prints it.
     if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
         for read in (parse_json, ast.literal_eval):
-            with suppress(ValueError, SyntaxError):
+            with suppress(ValueError, SyntaxError, RecursionError):
                 return read(value.strip())
     return value
 

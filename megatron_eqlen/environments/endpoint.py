@@ -87,7 +87,7 @@ def _plain(message: Any) -> Message:
         raise RefusedError(f"messages: expected text, found {content!r:.200}")
     plain: Message = {"role": message["role"], "content": content}
     if message["role"] == "tool" and message.get("tool_call_id"):
-        plain["tool_call_id"] = message["tool_call_id"]
+        plain["tool_call_id"] = str(message["tool_call_id"])
     # Name and arguments are all that the template renders of a call.
     if calls := message.get("tool_calls"):
         try:
@@ -245,7 +245,7 @@ def _compared(message: Message) -> Any:
 def _json(text: Any) -> Any:
     try:
         return json.loads(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return text
 
 

@@ -68,7 +68,7 @@ def _texts(value: Any) -> Iterator[str]:
         if "arguments" in value:
             # Arguments are an object, or JSON text of one.
             read = value["arguments"]
-            with suppress(TypeError, ValueError):
+            with suppress(TypeError, ValueError, RecursionError):
                 read = json.loads(read)
             value = {"name": value.get("name"), "": read}
         for each in value.values():

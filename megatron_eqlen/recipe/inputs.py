@@ -30,6 +30,8 @@ WHOLE_FOLDER = "livecodebench"
 """Reader that chooses among a data set's files itself."""
 
 MODEL, TEACHER = "model", "teacher"
+# a workspace's
+TASK_FOLDERS = "environment.options.template", "environment.options.hidden", "environment.options.expected"
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Import path of an object."""
 
@@ -140,8 +142,10 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
     texts = {key: text for key, text in leaves(recipe.model_dump()).items() if isinstance(text, str)}
     # Values of keys that are not ours, as options of environments, may name files, too.
     declared = {".".join(key) for key in all_keys()}
-    opened = {text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
-    paths |= {text for text in opened if os.path.isfile(text)}
+    opened = {key: text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
+    paths |= {text for text in opened.values() if os.path.isfile(text)}
+    # Folders of other options may change, such as caches; with {gold}, a task for each row, they may be huge.
+    paths |= {text for key, text in opened.items() if key in TASK_FOLDERS and os.path.isdir(text)}
     own = {text: digests(text) for text in sorted(set(texts.values())) if OBJECT.fullmatch(text)}
     keep_same(run, {path: contents(Path(path)) for path in sorted(paths)} | own)
 

@@ -98,6 +98,20 @@ def test_a_tools_result_has_the_name_of_the_call_that_it_answers(order):
     assert answers_out_of_order(order) == expected
 
 
+def test_arguments_that_nest_without_end_are_other_ones_and_an_id_that_is_no_text_is_one():
+    episode, called = Episode(), as_message(CALL, 0, tools=True)
+    episode.turns.append(called)
+    assert episode.ask({"messages": FIRST, "tools": [TOOL]}) == called
+    other = json.loads(json.dumps(called))
+    other["tool_calls"][0]["function"]["arguments"] = "[" * 100_000
+    answer = {"role": "tool", "content": "7", "tool_call_id": {"id": []}}
+    with pytest.raises(ValueError, match=r"messages\[1\]: expected a conversation that goes on as it was"):
+        episode.ask({"messages": [*FIRST, other, answer], "tools": [TOOL]})
+    body = {"messages": [*FIRST, called, answer], "tools": [TOOL]}
+    threading.Thread(target=lambda: episode.ask(body), daemon=True).start()
+    assert episode.asked() == [{"role": "tool", "content": "7", "name": "add"}]
+
+
 async def calls(base_url, prompt, seed):
     """Asynchronous, with tools, and a stream."""
     session = openai.AsyncOpenAI(base_url=base_url, api_key="any")

@@ -111,6 +111,21 @@ def test_a_resume_names_the_input_that_was_replaced(inputs, tmp_path, file, chan
     keep_inputs(tmp_path / "run", inputs)
 
 
+@pytest.mark.parametrize("key", ["template", "hidden", "expected"])
+def test_a_resume_names_the_file_of_a_task_that_was_replaced(inputs, tmp_path, key):
+    for folder in ("tasks/one", "tool"):
+        (tmp_path / folder).mkdir(parents=True)
+    options = {"template": "repository@main", "readable": ["tool"], key: "tasks"}
+    environment = inputs.environment.model_copy(update={"name": "workspace", "options": options})
+    workspace = inputs.model_copy(update={"environment": environment})
+    keep_inputs(tmp_path / "run", workspace)
+    (tmp_path / "tool/cache").touch()
+    keep_inputs(tmp_path / "run", workspace)
+    (tmp_path / "tasks/one/test.py").touch()
+    with pytest.raises(ContentsError, match=r"began with other inputs: tasks/one/test\.py is new"):
+        keep_inputs(tmp_path / "run", workspace)
+
+
 def test_a_resume_does_not_mind_a_comment(inputs, tmp_path):
     keep_inputs(tmp_path / "run", inputs)
     replacing("    return TABLE", "    # a comment\n\n    return TABLE")(tmp_path / "own_grader.py")

@@ -267,6 +267,15 @@ def test_calls_in_a_chat_have_arguments_in_the_templates_form_and_lost_keys_coun
     assert counted(prompts) == (1, {"unrendered_key": 1})
 
 
+def test_arguments_that_nest_without_end_are_text(with_template, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": "[" * 3000}}
+    turns = [{"role": "user", "content": "2"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    rows, tokenizer = [{"messages": [*turns, turns[0]], "answer": 5}], with_template(CALLS)
+    prompts = PromptSource(recipe(rows_in(tmp_path, rows), shuffle=False), tokenizer, seed=0)
+    with pytest.raises(ValueError, match="unrendered_key"):
+        prompts.next(1)
+
+
 ADD, SUBTRACT, ADD_ONE = (
     {"type": "function", "function": {"name": name, "arguments": given}}
     for name, given in (("add", {}), ("sub", {}), ("add", '{"n": "one"}'))
@@ -304,6 +313,14 @@ def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(with_templat
 ])  # fmt: skip
 def test_a_gold_that_is_a_list_of_texts_becomes_one_that_an_answer_can_meet(gold, answer):
     assert final_answer(gold) == answer
+
+
+def test_a_text_that_nests_too_deep_for_python_is_no_list_and_no_chat(tmp_path):
+    sums = "'1'" + "+'1'" * 20_000
+    assert final_answer(f"[{sums}]") == f"[{sums}]"
+    chat = f"[{{'role': 'user', 'content': {sums}}}]"
+    (problem,) = open_source(rows_in(tmp_path, [{"prompt": chat, "answer": 1}]), Tally())
+    assert problem.question == chat
 
 
 DAPO = (

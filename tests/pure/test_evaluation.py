@@ -417,6 +417,14 @@ def test_a_run_that_began_with_a_key_without_effect_is_evaluated(tmp_path, monke
     assert main(["evaluate", str(tmp_path), "--model", str(tmp_path)]) == 0
 
 
+def test_a_folder_without_a_recipe_is_no_run_to_evaluate(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "found none: the folder has no recipe.yaml" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text(json.dumps(SMALL))
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "found none: the run has not ended" in capsys.readouterr().err
+
+
 def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_than_the_model():
     result = make_result(np.array([[1.0, 0.0], [1.0, 0.0]]))
     results = []

@@ -415,6 +415,8 @@ SCRIPTS = {
     "a shell in a launcher": "srun --ntasks 1 bash -c 'RUN n=6'\n",
     "a session": "while tmux has-session -t s; do sleep 1; done\ntmux new -d -s s\n"
     "tmux send-keys -t s 'RUN n=6' C-m\n",
+    "a version of the interpreter": "P=$(ls /usr/bin | grep -xm1 'python3[.][0-9]*')\n${P:-python3} "
+    "-m verl.trainer.main_ppo BASE actor_rollout_ref.rollout.n=6",
     "a remote job": "set -euo pipefail\npkill -9 python\nray stop\nray job submit --address=x -- RUN n=6",
     "an environment's value": "RUN n=${N:?give N}",
     "missing programs and files": "set -e\nsource ~/none.sh\nmodule load cuda\ncd /nowhere\nmkdir -p /data\n"
@@ -596,6 +598,7 @@ def test_what_python_assigns_or_makes_of_the_classes_is_a_hole(tmp_path):
 NOT_PLAIN = (
     "missing programs and files", "answers and limits", "nodes of SLURM", "a session",
     "a program left running", "a job of SLURM on standard input", "options and arguments of a job of SLURM",
+    "a version of the interpreter",
 )  # fmt: skip
 """Scripts that bash alone ends, because this machine is not theirs."""
 

@@ -5,8 +5,8 @@ if [[ ! -d /work/.eqlen/bin ]]; then
   # bash asks for a stand-in for every other program that it does not find
   for name in accelerate apt apt-get aws conda curl deepspeed docker git gsutil hf huggingface-cli ip kill kinit killall \
     kubectl mpirun nsys numactl nvidia-smi pip pip3 pkill podman python python3 ray sbatch scontrol scp screen sleep squeue srun \
-    ssh sudo systemctl tmux torchrun trl uv wandb wget; do
-    ln -s ../stand_in.sh "/work/.eqlen/bin/$name"
+    ssh sudo systemctl tmux torchrun trl uv wandb wget /usr/bin/python3.*[0-9]; do
+    ln -s ../stand_in.sh "/work/.eqlen/bin/${name##*/}"
   done
 fi
 eqlen_note() { printf '%s\0' "$1" > "$(mktemp "/work/.eqlen/missing/$EPOCHREALTIME.XXXXXX")"; }
