@@ -110,7 +110,7 @@ def curves(
     known = dict.fromkeys(t for s in runs.values() for run in s for t, line in run.items() if len(line[0]))
     known = sorted(known, key=lambda title: title in MEASURES)  # accuracies first
     if unknown := [title for title in titles or () if title not in known]:
-        raise ValueError(f"charts: expected some of {', '.join(known)}, found {unknown[0]!r}")
+        raise ValueError(f"charts: expected some of {'; '.join(known)}, found {unknown[0]!r}")
     x_name = UNITS[axis] if axis != "steps" else "step"
     charts: dict[str, dict[str, MethodCurve]] = {}
     for title in titles or known:

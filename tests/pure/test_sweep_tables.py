@@ -160,7 +160,7 @@ def test_figures_show_the_methods_and_charts_that_are_named_and_are_the_same_tex
     write_results(fewer)
     assert drawn.read_text() == text
     unknown = write_sweep(tmp_path, SWEEP + "charts: [Rewards]\n")
-    with pytest.raises(ValueError, match=r"charts: expected some of .*Reward, .*found 'Rewards'"):
+    with pytest.raises(ValueError, match=r"charts: expected some of .*Reward; .*found 'Rewards'"):
         write_results(Plan(load_sweep(unknown)))
 
 
