@@ -145,9 +145,8 @@ def _of_yaml(path: str, file: Path, written: Mapping[str, str]) -> dict[str, Any
         raise ValueError(f"{path}: expected a mapping of keys or a list of arguments, found {tree!r:.80}")
     defaults = [str(each) for each in tree.get("defaults", [])]
     if others := ", ".join(each for each in defaults if not re.fullmatch(BASES, each)):
-        raise ValueError(
-            f"{path} takes values from {others}; give the resolved configuration (--cfg job --resolve)"
-        )
+        remedy = "give the resolved configuration (--cfg job --resolve)"
+        raise ValueError(f"{path} takes values from {others}; {remedy}")
     return {key: value for key, value in flat(tree).items() if key.split(".")[0] not in ("defaults", "hydra")}
 
 
