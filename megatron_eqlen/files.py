@@ -64,6 +64,14 @@ def removed(folder: str) -> None:
     subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL, check=False)
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder's files over those of ``target``, without their rights: archives are read-only."""
+    for folder, _, names in os.walk(source):
+        (there := target / Path(folder).relative_to(source)).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(Path(folder, name), there / name)
+
+
 def _lock(folder: str) -> int | None:
     """Return the descriptor that locks a folder; None if it cannot be locked."""
     with contextlib.suppress(OSError):
@@ -212,9 +220,8 @@ def new_folder(path: Path) -> Iterator[Path]:
             # The folder is the lock: of two writers one finds it there.
             partial.mkdir()
         except FileExistsError:
-            raise ValueError(
-                f"{path}: another process is writing it, or was killed and left {partial}: remove it then"
-            ) from None
+            left = f"or was killed and left {partial}: remove it then"
+            raise ValueError(f"{path}: another process is writing it, {left}") from None
         try:
             yield partial
             # Folders too: the sync of a folder makes its list of names durable.
