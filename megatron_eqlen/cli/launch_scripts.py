@@ -196,10 +196,9 @@ def launched(
     ``.git``, or else its own). Return the commands that it starts, in order, what it reads and does not find,
     the YAML files that it leaves, by path, and its end. Raises ValueError where there is no sandbox."""
     if refusal := commands_refused():
-        raise ValueError(
-            f"{script}: bash runs a script in the sandbox, and this machine has none ({refusal}); save the "
-            "arguments of its training command, one a line, as args.txt, and give that (docs/from_verl.md)"
-        )
+        why = f"bash runs a script in the sandbox, and this machine has none ({refusal})"
+        instead = "save the arguments of its training command, one a line, as args.txt, and give that"
+        raise ValueError(f"{script}: {why}; {instead} (docs/from_verl.md)")
     script = script.resolve()
     root = next((folder for folder in script.parents if (folder / ".git").exists()), script.parent)
     # ``settings.sh``, which each bash reads, makes the stand-ins; they come before all programs.

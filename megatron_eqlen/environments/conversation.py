@@ -156,8 +156,7 @@ def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = (
 
 
 def _save(environment: Environment, file: Path) -> None:
-    """Write the state. Raises LostError for a fault of the run's disk, which says nothing of a response;
-    other errors of the class's own ``save``, as of a connection, are the environment's."""
+    """Write the state. Raises LostError for a fault of the run's disk; other errors of ``save`` stay."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if (text := environment.save(file.parent)) is not None:
