@@ -88,11 +88,10 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
         # The last line that is no trace of ``set -x``.
         said = re.findall(r"^[^+\s].*", "\n" + end.output, re.MULTILINE) or [""]
         others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
-        raise ValueError(
-            f"expected a script that starts a training of {trainer}, found {others:.200}; bash ended it with "
-            f"{end.status if end.code is None else end.code}: {said[-1][-300:]} (give what it takes from its "
-            "environment behind it, NAME=VALUE, or its arguments behind --; or save them, docs/from_verl.md)"
-        )
+        expected = f"expected a script that starts a training of {trainer}, found {others:.200}"
+        how = f"{end.status if end.code is None else end.code}: {said[-1][-300:]}"
+        give = "give what it takes from its environment behind it, NAME=VALUE, or its arguments behind --"
+        raise ValueError(f"{expected}; bash ended it with {how} ({give}; or save them, docs/from_verl.md)")
     remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
     remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(missing)]
     return training[-1]
