@@ -165,14 +165,14 @@ class RunFolder:
     def lost_checkpoints(self) -> str | None:
         """Return an error if a checkpoint was saved, or was to be copied, and none is there, else None."""
         if (saved := read_state(self.path).saved) is not None:
-            lost, put = f"one was saved after step {saved}", "put it back"
-        elif begun := self.sources:
-            lost, put = f"this run begins from {begun[-1]}", f"copy it by --from {begun[-1]}"
+            lost, put = f"holds no checkpoint, but one was saved after step {saved}", "put it back"
+        elif last := self.sources[-1:]:
+            lost, put = f"holds no checkpoint, but this run begins from {last[0]}", f"give --from {last[0]}"
         else:
             return None
         again = f"remove {self.path / events.FILE} to begin again in this one"
         new = "give a new run its own folder (name=... or run_dir=...)"
-        return f"{self.checkpoints}: holds no checkpoint, but {lost}: {put}, {new}, or {again}"
+        return f"{self.checkpoints}: {lost}: {put}, {new}, or {again}"
 
     @property
     def sources(self) -> list[str]:

@@ -799,7 +799,7 @@ def test_a_run_whose_copying_of_a_step_was_killed_does_not_begin_without_it(tmp_
         killed.setattr(checkpoint_folder, "copy", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             folder.begin_from(f"{source}@2", carries=True)
-    expected = f"holds no checkpoint, but this run begins from {source}@2: copy it by --from {source}@2, give"
+    expected = f"holds no checkpoint, but this run begins from {source}@2: give --from {source}@2, give"
     assert expected in (folder.lost_checkpoints() or "")
     folder.begin_from(f"{source}@2", carries=True)
     assert checkpoint_folder.latest(folder.checkpoints)
