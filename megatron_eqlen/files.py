@@ -51,7 +51,7 @@ def scratch(kind: str) -> str:
             removed(left)
             os.close(lock)
     made = tempfile.mkdtemp(prefix=f"eqlen-{kind}-")
-    if shutil.disk_usage(made).free < 1 << 20:
+    if (room := shutil.disk_usage(made)).total and room.free < 1 << 20:  # ramfs counts nothing
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
     # another process may take it for one that was left, before it is locked
     # The lock's descriptor stays open on purpose: the lock ends with this process.
@@ -62,6 +62,14 @@ def removed(folder: str) -> None:
     """Remove a folder that others wrote, however deep it is, and what has no rights. Follow no link."""
     script = 'rm -rf "$0" || { chmod -R u+rwx "$0"; rm -rf "$0"; }'
     subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder's files over those of ``target``, without their rights: archives are read-only."""
+    for folder, _, names in os.walk(source):
+        (there := target / Path(folder).relative_to(source)).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(Path(folder, name), there / name)
 
 
 def _lock(folder: str) -> int | None:
@@ -212,9 +220,8 @@ def new_folder(path: Path) -> Iterator[Path]:
             # The folder is the lock: of two writers one finds it there.
             partial.mkdir()
         except FileExistsError:
-            raise ValueError(
-                f"{path}: another process is writing it, or was killed and left {partial}: remove it then"
-            ) from None
+            left = f"or was killed and left {partial}: remove it then"
+            raise ValueError(f"{path}: another process is writing it, {left}") from None
         try:
             yield partial
             # Folders too: the sync of a folder makes its list of names durable.

@@ -55,12 +55,9 @@ def main(direction: str, argv: list[str]) -> int:
 
 
 def _parser(direction: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"eqlen convert {direction}",
-        description=ABOUT[direction],
-        epilog="On the CPU, in one process, or in as many as torchrun starts: the product of --tensor, "
-        "--pipeline and --expert.",
-    )
+    how = "in one process, or in as many as torchrun starts: the product of --tensor, --pipeline and --expert"
+    name, epilog = f"eqlen convert {direction}", f"On the CPU, {how}."
+    parser = argparse.ArgumentParser(prog=name, description=ABOUT[direction], epilog=epilog)
     # Each direction has arguments of its own; those below are common.
     if direction == "hf-to-megatron":
         parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and safetensors")
@@ -69,23 +66,14 @@ def _parser(direction: str) -> argparse.ArgumentParser:
         about = "checkpoint, or a run's checkpoints/ for its newest"
         parser.add_argument("checkpoint", type=Path, help=about)
         parser.add_argument("out", type=Path, help="Hugging Face folder to make; must not exist")
-        parser.add_argument(
-            "--source",
-            type=Path,
-            required=True,
-            help="the Hugging Face folder that training started from: gives configuration, tokenizer, "
-            "dtypes, the division into files, and tensors that are not trained",
-        )
+        gives = "configuration, tokenizer, dtypes, the division into files, and tensors that are not trained"
+        about = f"the Hugging Face folder that training started from: gives {gives}"
+        parser.add_argument("--source", type=Path, required=True, help=about)
         about = "write a PEFT folder of a LoRA run's adapters, not the merged model"
         parser.add_argument("--adapter", action="store_true", help=about)
-    parser.add_argument(
-        "--verify",
-        nargs="?",
-        const="hash",
-        choices=["hash", "logits"],
-        help="read everything back and compare its bits (hash); also run both models in float32 (logits: "
-        "both must fit in memory)",
-    )
+    both = "run both models in float32 (logits: both must fit in memory)"
+    about = f"read everything back and compare its bits (hash); also {both}"
+    parser.add_argument("--verify", nargs="?", const="hash", choices=["hash", "logits"], help=about)
     for part in PARTS:
         about = f"{part}-parallel processes (default 1)"
         parser.add_argument(f"--{part}", type=int, default=1, metavar="N", help=about)

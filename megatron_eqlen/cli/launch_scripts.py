@@ -88,11 +88,10 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
         # The last line that is no trace of ``set -x``.
         said = re.findall(r"^[^+\s].*", "\n" + end.output, re.MULTILINE) or [""]
         others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
-        raise ValueError(
-            f"expected a script that starts a training of {trainer}, found {others:.200}; bash ended it with "
-            f"{end.status if end.code is None else end.code}: {said[-1][-300:]} (give what it takes from its "
-            "environment behind it, NAME=VALUE, or its arguments behind --; or save them, docs/from_verl.md)"
-        )
+        expected = f"expected a script that starts a training of {trainer}, found {others:.200}"
+        how = f"{end.status if end.code is None else end.code}: {said[-1][-300:]}"
+        give = "give what it takes from its environment behind it, NAME=VALUE, or its arguments behind --"
+        raise ValueError(f"{expected}; bash ended it with {how} ({give}; or save them, docs/from_verl.md)")
     remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
     remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(missing)]
     return training[-1]
@@ -145,9 +144,8 @@ def _of_yaml(path: str, file: Path, written: Mapping[str, str]) -> dict[str, Any
         raise ValueError(f"{path}: expected a mapping of keys or a list of arguments, found {tree!r:.80}")
     defaults = [str(each) for each in tree.get("defaults", [])]
     if others := ", ".join(each for each in defaults if not re.fullmatch(BASES, each)):
-        raise ValueError(
-            f"{path} takes values from {others}; give the resolved configuration (--cfg job --resolve)"
-        )
+        remedy = "give the resolved configuration (--cfg job --resolve)"
+        raise ValueError(f"{path} takes values from {others}; {remedy}")
     return {key: value for key, value in flat(tree).items() if key.split(".")[0] not in ("defaults", "hydra")}
 
 
@@ -197,10 +195,9 @@ def launched(
     ``.git``, or else its own). Return the commands that it starts, in order, what it reads and does not find,
     the YAML files that it leaves, by path, and its end. Raises ValueError where there is no sandbox."""
     if refusal := commands_refused():
-        raise ValueError(
-            f"{script}: bash runs a script in the sandbox, and this machine has none ({refusal}); save the "
-            "arguments of its training command, one a line, as args.txt, and give that (docs/from_verl.md)"
-        )
+        why = f"bash runs a script in the sandbox, and this machine has none ({refusal})"
+        instead = "save the arguments of its training command, one a line, as args.txt, and give that"
+        raise ValueError(f"{script}: {why}; {instead} (docs/from_verl.md)")
     script = script.resolve()
     root = next((folder for folder in script.parents if (folder / ".git").exists()), script.parent)
     # ``settings.sh``, which each bash reads, makes the stand-ins; they come before all programs.

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_eqlen.environments.environment import Environment, LostError, Observation
+from megatron_eqlen.files import DISK_FAULTS
 from megatron_eqlen.hf.tokenizer import encodable
 from megatron_eqlen.processes.failures import words
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -155,7 +156,7 @@ def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = (
 
 
 def _save(environment: Environment, file: Path) -> None:
-    """Write the state. Raises LostError for a fault of the run's disk, which says nothing of a response."""
+    """Write the state. Raises LostError for a fault of the run's disk; other errors of ``save`` stay."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if (text := environment.save(file.parent)) is not None:
@@ -164,6 +165,8 @@ def _save(environment: Environment, file: Path) -> None:
             partial.write_text(text, encoding="utf-8")
             partial.replace(file)
     except OSError as error:
+        if error.errno not in DISK_FAULTS and not str(error.filename).startswith(str(file.parents[1])):
+            raise
         raise LostError(f"an environment's state could not be saved: {words(error)}") from error
 
 

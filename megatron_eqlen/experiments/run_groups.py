@@ -121,10 +121,8 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
     for group in (group for group in groups if group.method != BASE):
         for run, other in pairwise(group.runs):
             if (seed := run.recipe.seed) == other.recipe.seed:
-                raise ValueError(
-                    f"{run.folder} and {other.folder}: expected runs of {run.recipe.method} to differ in "
-                    f"their seed, found {seed} twice"
-                )
+                expected = f"expected runs of {run.recipe.method} to differ in their seed, found {seed} twice"
+                raise ValueError(f"{run.folder} and {other.folder}: {expected}")
     return groups
 
 

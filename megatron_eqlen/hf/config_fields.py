@@ -89,9 +89,6 @@ class Family:
     ``first_k_dense_replace`` dense layers, are scored by sigmoids and chosen with an untrained bias; shared
     experts have no gate; the layer after the last predicts further tokens."""
 
-    no_windows: bool = False
-    """True: Transformers ignores ``sliding_window``, by which vLLM limits attention."""
-
     @property
     def layer_types(self) -> set[str]:
         return {"full_attention", "linear_attention"} if self.hybrid else {"full_attention"}
@@ -99,15 +96,14 @@ class Family:
     @property
     def only_supported(self) -> dict[str, Any]:
         """Fields that change the result and must have one value, which a missing field means."""
-        values = ONLY_SUPPORTED | ({"sliding_window": None} if self.no_windows else {})
         if self.glm:
-            return values | ONLY_GLM
-        values |= {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
+            return ONLY_SUPPORTED | ONLY_GLM
+        values = ONLY_SUPPORTED | {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
         return values | (ONLY_EXPERTS if self.only_experts else {})
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(qk_norm=False, head_dim="optional", no_windows=True),
+    "llama": Family(qk_norm=False, head_dim="optional"),
     "qwen2": Family(qk_norm=False, head_dim="computed", qkv_bias=True),
     "qwen3": Family(),
     "qwen3_moe": Family(head_dim="optional", experts=True),
@@ -116,7 +112,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         experts=True, shared_expert=True, hybrid=True, separate_projections=True, only_experts=True
     ),
-    "glm4_moe": Family(head_dim="optional", experts=True, shared_expert=True, glm=True, no_windows=True),
+    "glm4_moe": Family(head_dim="optional", experts=True, shared_expert=True, glm=True),
 }
 """Supported families by ``model_type``."""
 
@@ -136,15 +132,20 @@ ONLY_SUPPORTED: dict[str, Any] = {
     "is_causal": True,
     **dict.fromkeys(("use_sliding_window", "mlp_bias", "rope_interleaved", "use_mrope"), False),
     **dict.fromkeys(("quantization_config", "compression_config", "dual_chunk_attention_config"), None),
-    # these vLLM alone reads, in models of these families
-    "logit_scale": 1.0,
-    **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "layer_scale"), False),
 }
+
+ONLY_VLLM: dict[str, dict[str, Any]] = {
+    "llama": {"sliding_window": None, "logit_scale": 1.0, "bias": False, "qkv_bias": False},
+    "qwen2": {"qk_norm": False},
+    "glm4_moe": {"sliding_window": None},
+    **{name: {"qkv_bias": False, "layer_scale": False} for name, family in FAMILIES.items() if family.hybrid},
+}
+"""By family, fields that vLLM alone reads."""
 
 
 def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
     """Raise ConfigError for a field at a value that is not supported in the family."""
-    for name, expected in FAMILIES[family].only_supported.items():
+    for name, expected in (FAMILIES[family].only_supported | ONLY_VLLM.get(family, {})).items():
         if (value := fields.raw.get(name, expected)) != expected:
             raise fields.error(f"{name}: only {expected!r} is supported in a {family} model, found {value!r}")
     if (kinds := fields.optional("layer_types", list, None)) is None:

@@ -275,7 +275,7 @@ def _with_arguments(turn: Turn, as_json: bool) -> Turn:
         if as_json and isinstance(given, dict):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif isinstance(given, str) and not as_json:
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 function["arguments"] = json.loads(given)
     return {**turn, "tool_calls": calls}
 

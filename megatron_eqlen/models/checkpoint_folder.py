@@ -10,7 +10,6 @@ CRC-32 finds any damage of up to 32 neighbouring bits, and misses other damage o
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +56,7 @@ def copy(checkpoint: Path, folder: Path) -> None:
     if not (folder / checkpoint.name).exists():
         verify(checkpoint)
         with files.new_folder(folder / checkpoint.name) as partial:
-            shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
+            files.copy_folder(checkpoint, partial)
     set_latest(folder / checkpoint.name)
 
 

@@ -34,12 +34,12 @@ class ContentsError(ValueError):
     """Inputs of a run are not those that it began with; the message names the files."""
 
 
-def contents(path: Path) -> Contents:
-    """Return the digests of a file, or of a folder's files except hidden ones."""
+def contents(path: Path, hidden: str = ".") -> Contents:
+    """Return the digests of a file, or of a folder's files, but of no path with a name after ``hidden``."""
     if path.is_file():
         return {"": _digest(path)}
     names = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
-    shown = {name: file for name, file in names.items() if not any(p.startswith(".") for p in name.parts)}
+    shown = {name: file for name, file in names.items() if not any(p.startswith(hidden) for p in name.parts)}
     return {str(name): _digest(file) for name, file in shown.items()}
 
 

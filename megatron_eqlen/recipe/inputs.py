@@ -145,9 +145,10 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
     opened = {key: text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
     paths |= {text for text in opened.values() if os.path.isfile(text)}
     # Folders of other options may change, such as caches; with {gold}, a task for each row, they may be huge.
-    paths |= {text for key, text in opened.items() if key in TASK_FOLDERS and os.path.isdir(text)}
+    tasks = {text for key, text in opened.items() if key in TASK_FOLDERS and os.path.isdir(text)}
     own = {text: digests(text) for text in sorted(set(texts.values())) if OBJECT.fullmatch(text)}
-    keep_same(run, {path: contents(Path(path)) for path in sorted(paths)} | own)
+    found = {path: contents(Path(path)) for path in sorted(paths)}
+    keep_same(run, found | {path: contents(Path(path), ".git") for path in sorted(tasks)} | own)
 
 
 def _inputs(recipe: Recipe) -> dict[str, Input]:

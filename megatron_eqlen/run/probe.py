@@ -280,7 +280,7 @@ class Target:
             if self.steps and self._checkpoints:
                 files.remove_partial(out / "weights/checkpoints")
                 checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
-                shutil.copy(self.options.run / METRICS, out / "weights")
+                shutil.copyfile(self.options.run / METRICS, out / "weights" / METRICS)
             # last: from now on the folder is that of this probe
             files.write_json(file, {"asked": asked})
 

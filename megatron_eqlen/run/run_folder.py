@@ -149,25 +149,30 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with closing(Hold(self.path)):  # of two starts one copies, and the other one finds it begun
             if checkpoint_folder.latest(self.checkpoints):
+                self.begin_from(source, carries)  # perhaps from something else
                 return
             files.remove_partial(self.checkpoints)  # of a start that was killed
             events.append(self.path, "from", text=source)
             for name in (METRICS, "evaluation/before.json"):
                 if (file := Path(run) / name).exists():
                     (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(file, self.path / name)
+                    shutil.copyfile(file, self.path / name)
             record = Path(run) / "streams" / files.step_name(int(step) - 1)
-            if carries and record.is_dir():
-                shutil.copytree(record, self.streams / record.name, dirs_exist_ok=True)
+            if carries:
+                files.copy_folder(record, self.streams / record.name)
             checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
 
     def lost_checkpoints(self) -> str | None:
-        """Return an error if a checkpoint was saved and none is there, else None."""
-        if (saved := read_state(self.path).saved) is None:
+        """Return an error if a checkpoint was saved, or was to be copied, and none is there, else None."""
+        if (saved := read_state(self.path).saved) is not None:
+            lost, put = f"holds no checkpoint, but one was saved after step {saved}", "put it back"
+        elif last := self.sources[-1:]:
+            lost, put = f"holds no checkpoint, but this run begins from {last[0]}", f"give --from {last[0]}"
+        else:
             return None
-        lost = f"{self.checkpoints}: holds no checkpoint, but one was saved after step {saved}"
         again = f"remove {self.path / events.FILE} to begin again in this one"
-        return f"{lost}: put it back, give a new run its own folder (name=... or run_dir=...), or {again}"
+        new = "give a new run its own folder (name=... or run_dir=...)"
+        return f"{self.checkpoints}: {lost}: {put}, {new}, or {again}"
 
     @property
     def sources(self) -> list[str]:

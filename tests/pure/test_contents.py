@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -112,17 +113,20 @@ def test_a_resume_names_the_input_that_was_replaced(inputs, tmp_path, file, chan
 
 
 @pytest.mark.parametrize("key", ["template", "hidden", "expected"])
-def test_a_resume_names_the_file_of_a_task_that_was_replaced(inputs, tmp_path, key):
-    for folder in ("tasks/one", "tool"):
+@pytest.mark.parametrize("name", ["test.py", ".env", ".tests/test.py"])
+def test_a_resume_names_the_file_of_a_task_that_was_replaced(inputs, tmp_path, key, name):
+    """A task may consist of hidden files; those of Git change with each command."""
+    for folder in ("tasks/one/.tests", "tasks/one/.git", "tool"):
         (tmp_path / folder).mkdir(parents=True)
     options = {"template": "repository@main", "readable": ["tool"], key: "tasks"}
     environment = inputs.environment.model_copy(update={"name": "workspace", "options": options})
     workspace = inputs.model_copy(update={"environment": environment})
     keep_inputs(tmp_path / "run", workspace)
     (tmp_path / "tool/cache").touch()
+    (tmp_path / "tasks/one/.git/index").touch()
     keep_inputs(tmp_path / "run", workspace)
-    (tmp_path / "tasks/one/test.py").touch()
-    with pytest.raises(ContentsError, match=r"began with other inputs: tasks/one/test\.py is new"):
+    (tmp_path / "tasks/one" / name).touch()
+    with pytest.raises(ContentsError, match=re.escape(f"began with other inputs: tasks/one/{name} is new")):
         keep_inputs(tmp_path / "run", workspace)
 
 

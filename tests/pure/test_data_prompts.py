@@ -276,6 +276,14 @@ def test_arguments_that_nest_without_end_are_text(with_template, tmp_path):
         prompts.next(1)
 
 
+def test_arguments_that_nest_without_end_leave_those_of_other_calls_as_the_template_takes_them(with_template):
+    given = ('{"x": 1}', "[" * 3000)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": each}} for each in given]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    tokenizer = with_template(CALLS.replace("ARGUMENTS", "{{ f.arguments | tojson }}"))
+    assert '[f {"x": 1}][f "[[[' in tokenizer.render_chat([called])
+
+
 ADD, SUBTRACT, ADD_ONE = (
     {"type": "function", "function": {"name": name, "arguments": given}}
     for name, given in (("add", {}), ("sub", {}), ("add", '{"n": "one"}'))

@@ -1,6 +1,7 @@
 """Turns that an environment answers: exact forks, given tokens, failures, and resuming."""
 
 import copy
+import errno
 import itertools
 import json
 import os
@@ -282,6 +283,30 @@ def test_a_state_that_the_runs_disk_does_not_take_ends_the_harvest_and_drops_no_
 
     (tmp_path / "step").touch()  # below a file no folder can be made
     with pytest.raises(EngineError, match=r"state could not be saved: .*step/environments: Not a directory"):
+        words(Kept, kept=tmp_path / "step")
+
+
+def test_a_state_whose_own_save_fails_drops_its_response_and_not_the_run(tmp_path, caplog):
+    """An error of a connection is an OSError, too."""
+
+    class Remote(Answers):
+        def save(self, place):
+            if self.prompt_id == "q1":
+                raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+            return "x"
+
+    rollouts, _ = words(Remote, kept=tmp_path / "step")
+    assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q0", "q2"]
+    assert "its environment failed: ConnectionResetError" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+def test_a_full_disk_ends_the_harvest_where_an_environment_saves_its_own_files(tmp_path, number):
+    class Kept(Answers):
+        def save(self, place):
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(EngineError, match=f"state could not be saved: {os.strerror(number)}"):
         words(Kept, kept=tmp_path / "step")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -25,12 +26,14 @@ from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
+from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, engine_options, others
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.checks import idle_problems, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
+from megatron_eqlen.run import run_folder
 from megatron_eqlen.run.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 from tests.kit.recipes import OWN_GRADER
@@ -777,6 +780,43 @@ def test_a_run_that_begins_from_a_step_has_what_was_known_then_and_no_damaged_we
     expected |= {"streams/step-00000001/rank-0.arrow"} if carries else set()  # the last step's rollouts
     assert {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()} == expected
     assert (run / "evaluation/before.json").read_text() == "evaluation/before.json"
+
+
+def test_a_run_can_write_to_what_it_copied_of_a_run_that_is_kept_read_only(tmp_path):
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
+    (source / "streams/step-00000001/environments").mkdir()
+    for path in (*source.rglob("*"), source):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    RunFolder(small(run_dir=str(run))).begin_from(f"{source}@2", carries=True)
+    assert (run / "streams/step-00000001/environments").is_dir()
+    assert [path for path in run.rglob("*") if not path.stat().st_mode & 0o200] == []
+
+
+def test_a_run_whose_copying_of_a_step_was_killed_does_not_begin_without_it(tmp_path, monkeypatch):
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
+    folder = RunFolder(small(run_dir=str(run)))
+    with monkeypatch.context() as killed:
+        killed.setattr(checkpoint_folder, "copy", MagicMock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            folder.begin_from(f"{source}@2", carries=True)
+    expected = f"holds no checkpoint, but this run begins from {source}@2: give --from {source}@2, give"
+    assert expected in (folder.lost_checkpoints() or "")
+    folder.begin_from(f"{source}@2", carries=True)
+    assert checkpoint_folder.latest(folder.checkpoints)
+
+
+def test_of_two_starts_from_other_steps_the_later_one_is_refused(tmp_path, monkeypatch):
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
+    folder = RunFolder(small(run_dir=str(run)))
+
+    def after_another(path: Path) -> Hold:
+        monkeypatch.setattr(run_folder, "Hold", Hold)
+        folder.begin_from(f"{source}@3", carries=False)  # while this one waits
+        return Hold(path)
+
+    monkeypatch.setattr(run_folder, "Hold", after_another)
+    with pytest.raises(RecipeError, match=r"source@2: .*/run has begun, .*/source@3$"):
+        folder.begin_from(f"{source}@2", carries=False)
 
 
 def test_a_run_that_has_only_copied_the_step_it_begins_from_takes_another_recipe(tmp_path):

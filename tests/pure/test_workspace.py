@@ -575,12 +575,19 @@ def test_a_place_for_temporary_files_that_has_no_room_is_refused(tmp_path, monke
     """Ranks that met at a torn file there waited without end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with monkeypatch.context() as full:
-        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000, total=10**9))
         with pytest.raises(OSError, match="No space left on device") as error:
             scratch("test")
     assert error.value.filename == str(tmp_path)
     made = scratch("test")
     assert [*map(str, tmp_path.iterdir())] == [made], "the other one was nobody's"
+
+
+def test_a_place_for_temporary_files_that_counts_nothing_is_not_full(tmp_path, monkeypatch):
+    """The ramfs of a node without a disk, for one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
+    assert os.path.isdir(scratch("test"))
 
 
 def test_what_folders_cost_is_counted(template):

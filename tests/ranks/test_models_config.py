@@ -135,6 +135,9 @@ REFUSED = {
     "is_causal": (False, "qwen3"),
     "sliding_window": (4096, "llama"),
     "logit_scale": (0.25, "llama"),
+    "bias": (True, "llama"),
+    "qkv_bias": (True, "qwen3_next"),
+    "layer_scale": (True, "qwen3_5_text"),
     "qk_norm": (True, "qwen2"),
     "compression_config": ({"format": "int-quantized"}, "qwen3"),
     "num_attention_heads": ("many", "qwen3"),
@@ -150,6 +153,15 @@ REFUSED = {
     "output_router_logits": ("yes", "qwen3_moe"),
     "num_experts": (6, "qwen3_moe"),
 }
+
+
+@pytest.mark.parametrize(
+    ("family", "field"), [("qwen2", "qkv_bias"), ("qwen3", "qk_norm"), ("glm4_moe", "bias")]
+)
+def test_a_field_that_neither_vllm_nor_transformers_reads_in_a_family_refuses_no_model(family, field):
+    """Other programs write such fields, which say what the family has in any case."""
+    raw = tiny_config(family).to_dict()
+    assert parse_config(raw | {field: True}, "here.json") == parse_config(raw, "here.json")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
