@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from megatron_eqlen.environments.tool_calls import ToolError, spoken, tool_calls
 from megatron_eqlen.files import shallow_json
+from megatron_eqlen.hf.tokenizer import read_arguments
 
 log = logging.getLogger(__name__)
 
@@ -238,15 +239,9 @@ def _compared(message: Message) -> Any:
     if message["role"] != "assistant":
         return message
     # Clients may write the JSON of arguments anew, with other spaces.
-    calls = [(call.get("name"), _json(call.get("arguments"))) for call in message.get("tool_calls", ())]
-    return message["content"].strip(), calls
-
-
-def _json(text: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return text
+    calls = message.get("tool_calls", ())
+    read = [(call.get("name"), read_arguments(call.get("arguments"))) for call in calls]
+    return message["content"].strip(), read
 
 
 class Endpoint:

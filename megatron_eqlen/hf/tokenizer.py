@@ -275,9 +275,16 @@ def _with_arguments(turn: Turn, as_json: bool) -> Turn:
         if as_json and isinstance(given, dict):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif isinstance(given, str) and not as_json:
-            with suppress(ValueError, RecursionError):
-                function["arguments"] = json.loads(given)
+            function["arguments"] = read_arguments(given)
     return {**turn, "tool_calls": calls}
+
+
+def read_arguments(given: Any) -> Any:
+    """Return what a call's ``arguments`` hold as JSON text; others, and endless nesting, stay as they are."""
+    try:
+        return json.loads(given)
+    except (TypeError, ValueError, RecursionError):
+        return given
 
 
 def _as_set(value: Any, where: Path) -> frozenset[int]:

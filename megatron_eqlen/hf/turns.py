@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from megatron_eqlen.hf.tokenizer import BREAK, THINKING, TemplateError, Tokenizer
+from megatron_eqlen.hf.tokenizer import BREAK, THINKING, TemplateError, Tokenizer, read_arguments
 
 ASKED, THOUGHT, SAID = "Which town?", "A thought of the policy.", "A turn that the policy generated."
 TURN = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
@@ -66,11 +65,7 @@ def _texts(value: Any) -> Iterator[str]:
         # ``{"type": "function", "function": {"name": ..., "arguments": ...}}``, or its inner part.
         value = value.get("function", value)
         if "arguments" in value:
-            # Arguments are an object, or JSON text of one.
-            read = value["arguments"]
-            with suppress(TypeError, ValueError, RecursionError):
-                read = json.loads(read)
-            value = {"name": value.get("name"), "": read}
+            value = {"name": value.get("name"), "": read_arguments(value["arguments"])}
         for each in value.values():
             yield from _texts(each)
     elif isinstance(value, list):
