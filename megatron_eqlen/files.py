@@ -65,11 +65,12 @@ def removed(folder: str) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder's files over those of ``target``, without their rights: archives are read-only."""
-    for folder, _, names in os.walk(source):
+    """Copy a folder's files over those of ``target``, which can be written to: archives are read-only."""
+    for folder, _, names in os.walk(source, followlinks=True):
         (there := target / Path(folder).relative_to(source)).mkdir(parents=True, exist_ok=True)
         for name in names:
-            shutil.copyfile(Path(folder, name), there / name)
+            shutil.copyfile(file := Path(folder, name), there / name)
+            (there / name).chmod(file.stat().st_mode | 0o200)
 
 
 def _lock(folder: str) -> int | None:

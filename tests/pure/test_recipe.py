@@ -784,11 +784,16 @@ def test_a_run_that_begins_from_a_step_has_what_was_known_then_and_no_damaged_we
 
 def test_a_run_can_write_to_what_it_copied_of_a_run_that_is_kept_read_only(tmp_path):
     source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
-    (source / "streams/step-00000001/environments").mkdir()
+    (kept := source / "streams/step-00000001/environments").mkdir()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/run.sh").touch(0o555)
+    (kept / "tools").symlink_to(tmp_path / "tools")
     for path in (*source.rglob("*"), source):
         path.chmod(0o555 if path.is_dir() else 0o444)
     RunFolder(small(run_dir=str(run))).begin_from(f"{source}@2", carries=True)
-    assert (run / "streams/step-00000001/environments").is_dir()
+    copied = run / "streams/step-00000001/environments/tools"
+    assert not copied.is_symlink()
+    assert os.access(copied / "run.sh", os.X_OK), "a state's programs stay programs"
     assert [path for path in run.rglob("*") if not path.stat().st_mode & 0o200] == []
 
 
