@@ -236,12 +236,11 @@ def efficiency(groups: Sequence[Group]) -> Rows:
             "Reward": _mean(group, lambda run: run.reward),
             "Length": _mean(group, lambda run: run.length),
         }
-        row = {name: None if value != value else value for name, value in row.items()}  # NaN: not measured
         # Ratios to the row of the model's first method; its own are 1.
         first = firsts.setdefault(group.model, row)
         for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
             row[f"x first, {short}"] = row[name] / first[name] if first[name] else None
-        rows.append(row)
+        rows.append({name: None if value != value else value for name, value in row.items()})  # not measured
     return rows
 
 

@@ -24,8 +24,9 @@ def check_combination(job: ResolvedRecipe, known: Container[str] = ()) -> None:
     """Raise ValueError for options that an engine lacks, and for ``problems`` that are not ``known``."""
     check_options("model.megatron", job.recipe.model.megatron)
     check_options("rollout.vllm", job.recipe.rollout.vllm)
-    for problem in (problem for problem in problems(job) if problem not in known):
-        raise ValueError(problem)
+    for problem in problems(job):
+        if problem not in known:
+            raise ValueError(problem)
 
 
 def problems(job: ResolvedRecipe) -> Iterator[str]:

@@ -35,7 +35,7 @@ class ContentsError(ValueError):
 
 
 def contents(path: Path, hidden: str = ".") -> Contents:
-    """Return the digests of a file, or of a folder's files, but of no path with a name after ``hidden``."""
+    """Return the digests of a file, or of a folder's files, except below names that begin with ``hidden``."""
     if path.is_file():
         return {"": _digest(path)}
     names = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}

@@ -275,7 +275,7 @@ def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, c
 
 
 def test_a_state_that_the_runs_disk_does_not_take_ends_the_harvest_and_drops_no_rollout(tmp_path):
-    """Of a full disk, say: the same run resumes when there is room, with every response."""
+    """A full disk is such a fault. The same run resumes when there is room, with every response."""
 
     class Kept(Answers):
         def save(self, place):
