@@ -57,7 +57,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.cli.submit import load_with_servers
 
     recipe = load_with_servers(arguments.recipe, arguments.overrides, arguments.servers)
-    return _print_plan(Job(recipe), arguments.all)
+    return _print_plan(Job(recipe), arguments.all, arguments.servers)
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -142,12 +142,12 @@ def new(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(job: Job, everything: bool) -> int:
+def _print_plan(job: Job, everything: bool, server_nodes: int = 0) -> int:
     """Print the keys of a recipe that differ from their defaults, or ``everything``, and its plan."""
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan.text import describe
 
-    plan, changed = describe(job), job.recipe.model_dump(mode="json", exclude_defaults=True)
+    plan, changed = describe(job, server_nodes), job.recipe.model_dump(mode="json", exclude_defaults=True)
     print(dump(with_defaults(job)) if everything else to_yaml(changed), plan, sep="\n")
     for remark in filter(None, (missing_inputs(job.recipe), *remarks(job))):
         print(f"WARNING: {remark}")

@@ -17,15 +17,15 @@ from megatron_eqlen.recipe import Recipe, layout, shown
 from megatron_eqlen.recipe.checks import SUPERVISED
 
 
-def describe(job: Job) -> str:
-    """Return the plan as text. Raises LayoutError for a layout that cannot start."""
+def describe(job: Job, server_nodes: int = 0) -> str:
+    """Return the plan as text. ``server_nodes``: what its servers get. LayoutError if it cannot start."""
     job.check_layout()
     recipe, need, work = job.recipe, memory(job), workload(job.recipe)
     parts = [_layout(recipe), _model(job), _memory(need), _host(need, work), _work(job, work)]
     # none without a GPU, or where no known GPU has the recipe's size
     if times := [f"roofline    {_roofline(time)}" for time in rooflines(job, work)]:
         parts += [*times, *(" " * 12 + line for line in ASSUMPTIONS)]
-    parts.append(_sbatch(job))
+    parts.append(_sbatch(job, server_nodes))
     return "\n".join(filter(None, parts))
 
 
@@ -140,8 +140,10 @@ def _objective(job: Job) -> str:
     return f"{recipe.method}: " + ", ".join(parts)
 
 
-def _sbatch(job: Job) -> str:
+def _sbatch(job: Job, server_nodes: int) -> str:
     recipe = job.recipe
+    if server_nodes:  # a job of two components
+        return f"submit      eqlen submit RECIPE [KEY=VALUE ...] --servers {server_nodes}"
     environment = "".join(f"{name}={value} " for name, value in train_environment(recipe.cluster).items())
     options = " ".join(train_options(job, recipe.name))
     by_hand = f"as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"

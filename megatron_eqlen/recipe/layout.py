@@ -166,11 +166,14 @@ def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
 
 
 def options_of_experts(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
-    """Yield options of Megatron-Core and vLLM for experts, where the model has none: nothing reads them."""
+    """Yield options of Megatron-Core and vLLM for experts that the model has not: nothing reads them."""
+    experts = model.experts
+    shared = experts and experts.shared_expert_intermediate_size
+    lacks = f"a {model.model_type} model has no {'shared ' if experts else ''}experts"
     for key, options in ("model.megatron", recipe.model.megatron), ("rollout.vllm", recipe.rollout.vllm):
-        for name in options if model.experts is None else ():
-            if "moe" in name or "expert" in name:
-                yield f"{key}.{name}: {options[name]}, but a {model.model_type} model has no experts"
+        for name in options:
+            if ("moe" in name or "expert" in name) and not (shared if "shared_expert" in name else experts):
+                yield f"{key}.{name}: {options[name]}, but {lacks}"
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:

@@ -562,7 +562,7 @@ class ParallelRecipe(Section):
     """Pipeline stages, each with some of the layers (PP)."""
     virtual_pipeline: Annotated[int, Field(ge=2), NUMBER] | None = None
     """Interleaved stages per rank; needs ``pipeline`` > 1."""
-    layers_per_stage: list[PositiveInt] | None = None
+    layers_per_stage: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     """Layers of each pipeline stage; with ``virtual_pipeline`` of stage 0, 1, ..., and again from 0. Default:
     an even split; a remainder leaves one less on the last stage (it has the head) and on the first stages."""
     expert: PositiveInt = 1

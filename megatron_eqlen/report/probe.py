@@ -104,7 +104,7 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, job: Job, decode: Deco
     weights = np.array([response.line.weight for response in responses])
     # [5] mean variance that is left at each quarter's bounds
     left = [float(weights @ [response.undecided(share) for response in responses]) for share in QUARTERS]
-    decided = [(a - b) / left[0] if left[0] > 0 else float("nan") for a, b in itertools.pairwise(left)]
+    decided = [(a - b) / left[0] for a, b in itertools.pairwise(left) if left[0] > 0]
     changes = [change for response in responses for change in response.changes]
     estimators = audit(changes, probe.rollouts, job) if changes else []
     return found | {"decided_by_quarter": decided, "objectives": estimators}
@@ -174,7 +174,7 @@ def tables(found: dict[str, Any]) -> str:
             lines.append(f"{after:>12}{budget['forced']:>6.0%}  {mean}")
         return "\n".join(lines)
     shares = ", ".join(f"{share:.0%}" for share in found["decided_by_quarter"])
-    lines += [f"the reward is decided, by quarters of a response: {shares}"]
+    lines += [f"the reward is decided, by quarters of a response: {shares or 'no reward varies'}"]
     lines += ["", "  sign    rank  bias early, late noise  objectives"]
     return "\n".join([*lines, *(agreement.row for agreement in found["objectives"])])
 

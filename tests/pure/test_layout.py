@@ -177,6 +177,10 @@ REFUSED = {
     "experts that are not there": ("qwen3", {"parallel.expert": 2}, "a qwen3 model has no experts"),
     "options of experts that are not there": ("qwen3", {"model.megatron": {"moe_permute_fusion": True}},
      "model.megatron.moe_permute_fusion: True, but a qwen3 model has no experts"),
+    "options of shared experts that are not there":
+    ("qwen3_moe", {"model.megatron": {"moe_shared_expert_overlap": True}},
+     "model.megatron.moe_shared_expert_overlap: True, but a qwen3_moe model has no shared experts"),
+    "no layers": ("qwen3", {"parallel.layers_per_stage": []}, "parallel.layers_per_stage: List should have"),
     "layers": ("qwen3", {"parallel.pipeline": 2, "parallel.virtual_pipeline": 4},
      "pipeline 2 x parallel.virtual_pipeline 4 = 8 is more than the model's num_hidden_layers 4"),
     "layers of other stages": ("qwen3", {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 1, 2]},

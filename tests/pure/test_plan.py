@@ -350,6 +350,8 @@ def test_the_servers_that_keep_up_with_training_are_as_fast_as_as_many_gpus_in_t
     def time(nodes: int) -> Roofline:
         recipe = load_with_servers(file, [], nodes)
         assert len(recipe.rollout.servers) == nodes
+        told = describe(Job(recipe), nodes)
+        assert told.endswith(f"eqlen submit RECIPE [KEY=VALUE ...] --servers {nodes}")
         return rooflines(Job(recipe), workload(recipe))[-1]
 
     nodes = time(1).balanced
