@@ -80,6 +80,25 @@ def test_a_python_is_found_on_the_path_under_pyenv_or_by_uv_and_its_absence_is_e
     assert expected.get(place, "expected a C++ compiler") in ended.stderr
 
 
+def test_an_environment_keeps_the_python_that_was_named_for_it(machine):
+    for version in ("3.12", "3.13"):
+        name = machine.folder / f"bin/python{version}"
+        answers = f"""case "$*" in
+            *base_executable*) echo {name} ;;
+            *python_version*) echo {version} ;;
+            "-m venv"*)
+                echo {version} >>made
+                mkdir -p .venv/bin && cp {name} .venv/bin/python && cp {name} .venv/bin/uv ;;
+        esac"""
+        machine.command(f"bin/python{version}", answers)
+    for named in ("python3.13", "", "python3.12", ""):
+        machine.environ = {"PYTHON": named}
+        ended = machine.run("tools/setup")
+        assert ended.returncode == 0, ended.stderr
+        assert bool(ended.stderr) == bool(named)
+    assert (machine.folder / "made").read_text().split() == ["3.13", "3.12"]
+
+
 def test_a_compiler_must_be_there(machine):
     machine.environ = {"CXX": "no-such-compiler"}
     ended = machine.run("tools/setup", "gpu", "--no-driver")
