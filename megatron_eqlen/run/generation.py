@@ -227,7 +227,8 @@ class Generator(InTurn):
     def update_weights(self, policy: Policy) -> Metrics:
         with self.session.stage("sync", self.patience) as seconds:
             self.engine.wake()
-            self.engine.update_weights(policy.weights(), policy.version)
+            with policy.memory.weights.resident():  # vLLM reads those of padded layers after the last one
+                self.engine.update_weights(policy.weights(), policy.version)
             if self.recipe.rollout.engine == "server" and self.recipe.rollout.comparable:
                 check_servers(policy.compare(gather(self.engine.probe())), self.session.job)
         return seconds

@@ -200,9 +200,8 @@ class Policy:
             raise finite.NonFiniteError(str(problem))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights by Hugging Face name, unsharded. Collective over model-parallel ranks."""
-        with self.memory.weights.resident():
-            yield from export_hf(self.chunks)
+        """Yield all weights by Hugging Face name, unsharded. Not while parked. See ``export_hf``."""
+        return export_hf(self.chunks)
 
     def export(self, folder: Path) -> None:
         """Write the weights to ``folder`` as a Hugging Face folder, with adapters merged. Collective."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.training.parking import Parked
 from megatron_eqlen.types import TokenTree
 from tests.kit.rollout_kit import folder, server_recipe, sync_as_started
 from tests.pure.test_ahead import opened, world_of_one
@@ -31,6 +33,7 @@ class Policy:
 
     version: int
     broken: bool = False
+    memory = SimpleNamespace(weights=Parked(list))
 
     def compare(self, trees: list[TokenTree]) -> dict[str, Any]:
         return {}

@@ -182,6 +182,15 @@ def test_two_ranks_are_two_replicas_or_one_split_engine():
             assert np.abs(np.array(found[name][1]) - np.array(logprobs)).max() < 2e-5
 
 
+def test_a_parked_trainers_weights_stay_until_the_engine_has_read_them_all():
+    """vLLM pads 96 tokens to 128, and copies layers that it pads after the last weight has come."""
+    done = jobs.run("-m", "tests.kit.parked_sync", folder("qwen3", 0), folder("qwen3", 1))
+    fresh = open_engine(folder("qwen3", 1), temperature=1.0)
+    expected = json.loads(json.dumps(generate(fresh, requests(4))))
+    fresh.close()
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
 @pytest.mark.parametrize("expandable", ["True", "False"])
 def test_an_engine_is_built_without_expandable_segments_and_other_settings_stay(monkeypatch, expandable):
     was = f"max_split_size_mb:512,expandable_segments:{expandable}"

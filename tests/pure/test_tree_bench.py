@@ -11,7 +11,7 @@ import torch
 from tests.kit.marks import EACH_WEEK
 from tests.kit.tree_samples import pack
 from tools import bench
-from tools.benchmarks import gpu, scale, trees
+from tools.benchmarks import clock, gpu, scale, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
 
@@ -134,3 +134,18 @@ def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(monke
     none, full = (results[f"layers, recompute {recompute}"] for recompute in ("none", "full"))
     work = [result["TFLOP/s"] * (result["forward_ms"] + result["backward_ms"]) for result in (none, full)]
     assert work[0] == pytest.approx(work[1]), "recomputed work does not count"
+
+
+def test_a_gpus_work_counts_in_the_call_that_asks_for_it(monkeypatch):
+    """A GPU works on after a call has returned: a slow first call does not lengthen the one that counts."""
+    now, queued = 0.0, [100.0, 1.0]
+
+    def synchronize() -> None:
+        nonlocal now
+        now, pending[:] = now + sum(pending), []
+
+    pending: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    assert clock.fastest(lambda: pending.append(queued.pop(0)), 1) == 1.0

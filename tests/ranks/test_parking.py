@@ -56,7 +56,8 @@ def park_between_updates(folder: str, changes: dict[str, Any]) -> list[str]:
             with parked.memory.readable():
                 wrong += [] if same(numbers(parked), before) else [f"unreadable while parked, step {step}"]
                 wrong += [] if is_wired(parked) else [f"parameters were moved to be read, step {step}"]
-            again = {name: tensor.clone() for name, tensor in parked.weights()}
+            with parked.memory.weights.resident():
+                again = {name: tensor.clone() for name, tensor in parked.weights()}
             wrong += [] if same([*sent.values()], [*again.values()]) else [f"other weights sent, step {step}"]
             parked.unpark()
             parked.unpark()
@@ -92,7 +93,7 @@ def parts_in_turn(policy: Policy) -> dict[str, set[str]]:
     policy.update([one_tree_a_row(2)])
     policy.park()
     found["generate"] = parts()
-    for _ in policy.weights():
+    with policy.memory.weights.resident():
         found["sync"] = parts()
     found["evaluate"] = parts()
     policy.unpark()
