@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_eqlen.experiments.cells import Cell, Plan
-from megatron_eqlen.experiments.runner import Runner, Start, start_process
+from megatron_eqlen.experiments.runner import Runner
 from megatron_eqlen.experiments.schema import OF_RUNS, load_sweep
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.inputs import fetch, pinned
@@ -21,11 +21,11 @@ def read(path: Path, overrides: Sequence[str]) -> Plan:
     return plan
 
 
-def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
+def run(plan: Plan, jobs: int) -> int:
     """Run unfinished runs here, ``jobs`` at a time, and write the tables; return 1 if a run failed."""
     for recipe in plan.recipes():
         fetch(pinned(recipe))  # the runs inherit the commits
-    failed = Runner(plan, jobs, start).run()
+    failed = Runner(plan, jobs).run()
     tables(plan)
     return 1 if failed else 0
 

@@ -72,24 +72,16 @@ class EngineError(ExpectedError):
 class Decoder(Protocol):
     """The part of an engine that a harvest uses: completions."""
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights in use: the number of optimizer steps that made them."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt + completion, in tokens."""
-        ...
+    policy_version: int
+    """Version of the weights in use: the number of optimizer steps that made them."""
+    max_model_len: int
+    """Longest prompt + completion, in tokens."""
+    vocab_size: int
+    """Token ids are below this."""
 
     @property
     def max_num_seqs(self) -> int:
         """Requests decoded at once; more wait in the engine's queue."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
         ...
 
     def submit(

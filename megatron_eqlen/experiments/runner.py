@@ -7,10 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megatron_eqlen.experiments.cells import Cell, Plan
 from megatron_eqlen.processes.lifeline import named
@@ -24,25 +23,16 @@ INTERVAL = 0.5
 """Seconds between two looks at the runs."""
 
 
-class Process(Protocol):
-    def poll(self) -> int | None:
-        """Return the process's exit status, None while it runs."""
-        ...
-
-
-Start = Callable[[Sequence[str], dict[str, str], Path], Process]
-"""(arguments of ``eqlen``, additions to the environment, file for its output) -> the process."""
-
-
 @dataclass
 class RunningCell:
     cell: Cell
-    process: Process
+    process: subprocess.Popen[bytes]
     environ: dict[str, str]
     started: float
 
 
-def start_process(arguments: Sequence[str], environ: dict[str, str], log: Path) -> Process:
+def start_process(arguments: Sequence[str], environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start ``eqlen`` with additions to its environment, and a file for its output."""
     with open(log, "ab") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "megatron_eqlen.cli", *arguments],
@@ -56,8 +46,8 @@ def start_process(arguments: Sequence[str], environ: dict[str, str], log: Path) 
 class Runner:
     """One attempt at all runs of a plan; prints a line for each event."""
 
-    def __init__(self, plan: Plan, jobs: int, start: Start = start_process) -> None:
-        self.plan, self.start = plan, start
+    def __init__(self, plan: Plan, jobs: int) -> None:
+        self.plan = plan
         # Every recipe is checked before the first run starts.
         recipes = plan.recipes()
         if wide := [recipe for recipe in recipes if recipe.cluster.nodes > 1]:
@@ -126,7 +116,7 @@ class Runner:
         environ = self.slots.pop(0)
         arguments = ["train", cell.recipe_file, *cell.overrides, *limits]
         # ``named`` makes the child end with this process.
-        process = self.start(arguments, environ | named(), cell.folder / LOG)
+        process = start_process(arguments, environ | named(), cell.folder / LOG)
         self.running.append(RunningCell(cell, process, environ, time.monotonic()))
         self._say(cell, "started")
 

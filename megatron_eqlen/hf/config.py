@@ -108,7 +108,8 @@ class ModelConfig:
 
 def read_config(path: str | Path) -> ModelConfig:
     """Return the model of ``path``: a config.json or a folder that contains it. Raises ConfigError."""
-    file = config_file(path)
+    path = Path(path)
+    file = path if path.suffix == ".json" else path / "config.json"
     if not file.exists():
         raise ConfigError(f"{file}: no such file{_instead(file.parent)}")
     try:
@@ -128,11 +129,6 @@ def _instead(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return ": the folder holds GGUF, which `tools/make_smollm2.py --out FOLDER --gguf FILE` converts"
     return ""
-
-
-def config_file(path: str | Path) -> Path:
-    path = Path(path)
-    return path if path.suffix == ".json" else path / "config.json"
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:

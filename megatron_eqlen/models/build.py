@@ -11,7 +11,7 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.models.config import hybrid_arguments, scaled_rope, transformer_config
 from megatron_eqlen.models.layer_specs import stack_spec
 from megatron_eqlen.models.policy_model import PolicyModel
-from megatron_eqlen.models.router_replay import number_routers
+from megatron_eqlen.models.router_replay import routers
 from megatron_eqlen.recipe import ParallelRecipe
 
 
@@ -30,7 +30,8 @@ def build_model(
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
     arguments = hybrid_arguments(model, parallel) | {"hybrid_stack_spec": stack_spec(config, separate_norms)}
     chunks = [_chunk(model, config, stage, arguments) for stage in stages]
-    number_routers(chunks)
+    for column, router in enumerate(routers(chunks)):
+        router.column = column
     return chunks
 
 

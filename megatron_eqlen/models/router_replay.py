@@ -98,7 +98,7 @@ class ReplayRouter(TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.column = 0
-        """This layer's index in a row's routes; ``number_routers`` sets it."""
+        """This layer's index in a row's routes (``moe_layers``); ``build_model`` sets it."""
         self.replays = True
         """False: given experts are only compared with the router's choice."""
         self.reads_routes = True
@@ -154,12 +154,6 @@ class ReplayLayer(TransformerLayer):
 def routers(chunks: Iterable[torch.nn.Module]) -> list[ReplayRouter]:
     """Return the routers of this rank's layers, in the order of its chunks."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, ReplayRouter)]
-
-
-def number_routers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Set each router's column in the routes of the rank's rows (``moe_layers``)."""
-    for column, router in enumerate(routers(chunks)):
-        router.column = column
 
 
 def moe_layers(chunks: Iterable[PolicyModel]) -> tuple[int, ...]:

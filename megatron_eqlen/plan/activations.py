@@ -46,11 +46,6 @@ class Activations:
     """Gradients, gathered inputs and dispatched tokens of one layer; an estimate."""
 
     @property
-    def saved(self) -> float:
-        """The most that autograd keeps at one time."""
-        return self.kept + max(self.layer, self.head)
-
-    @property
     def peak(self) -> float:
         return self.kept + max(self.layer + self.passing, self.head + self.loss)
 

@@ -23,15 +23,6 @@ Moment = tuple[float, str]
 """Seconds since 1970, and a stage that began or a warning that was given then."""
 
 
-@dataclass(frozen=True)
-class Hang:
-    """A try that hung at ``time``, in seconds since 1970; ``file`` is the one to read first."""
-
-    file: str
-    cause: str
-    time: float
-
-
 @dataclass
 class RunState:
     """State after the events so far. A `try` is a start of the batch script, a `start` one of the run."""
@@ -55,8 +46,8 @@ class RunState:
     """The error that ended the newest start in order, if one did."""
     first_error: str | None = None
     """The first error of any rank of the newest try, with its traceback."""
-    hangs: list[Hang] = field(default_factory=list)
-    """Hangs of all tries, the newest first."""
+    hangs: list[str] = field(default_factory=list)
+    """Cause of each try's hang, and the file to read first; the newest first."""
     hung: bool = False
     stalled_tries: int = 0
     given_up: str | None = None
@@ -97,7 +88,7 @@ class RunState:
             case "error":
                 self.first_error = self.first_error or event["text"]
             case "hang":
-                self.hangs.insert(0, Hang(event["file"], event["text"], time))
+                self.hangs.insert(0, f"{event['text']}; see {event['file']}")
                 self.hung = True
             case "requeued":
                 self.stalled_tries = event["stalled"]

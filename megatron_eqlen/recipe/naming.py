@@ -64,8 +64,7 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
 def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
     """Return ``{"loss.kl_coef": (old, new)}`` for keys whose values differ; None: a missing value."""
     old, new = leaves(before), leaves(after)
-    keys = [*old, *(key for key in new if key not in old)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
 
 
 def variant_name(variant: dict[str, str]) -> str:

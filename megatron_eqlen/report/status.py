@@ -146,7 +146,7 @@ class RunStatus:
         if state.hangs:
             which = "" if self.condition in ("hung", "given up") else "an earlier try: "
             earlier = f" ({len(state.hangs)} tries hung)" if len(state.hangs) > 1 else ""
-            yield "hang", f"{which}{state.hangs[0].cause}; see {state.hangs[0].file}{earlier}"
+            yield "hang", f"{which}{state.hangs[0]}{earlier}"
         count = state.stalled_tries
         stalled = f"{count} in a row {'has' if count == 1 else 'have'} taken no new step" if count else ""
         yield "tries", state.given_up or stalled

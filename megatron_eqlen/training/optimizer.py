@@ -24,7 +24,6 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import is_te_min_version
 
 from megatron_eqlen.models.config import uses_transformer_engine
 from megatron_eqlen.processes.cores import cores_per_rank
@@ -68,11 +67,9 @@ def build_optimizer(
     of Megatron's ``OptimizerConfig``. Raises ValueError for bfloat16 without Transformer Engine."""
     options = recipe.optimizer
     config = chunks[0].config
-    has_te = uses_transformer_engine() and is_te_min_version("2.1.0")
-    if options.precision == "bfloat16" and not has_te:
+    if options.precision == "bfloat16" and not uses_transformer_engine():
         instead = "without them optimizer.offload: true keeps the state off the GPU"
-        needs = "needs a GPU and Transformer Engine 2.1 or newer"
-        raise ValueError(f"optimizer.precision: bfloat16 {needs}; {instead}")
+        raise ValueError(f"optimizer.precision: bfloat16 needs a GPU and Transformer Engine; {instead}")
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

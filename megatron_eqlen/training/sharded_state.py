@@ -28,7 +28,7 @@ def content(policy: Policy) -> dict[str, Any]:
 def of(policy: Policy) -> dict[str, Any]:
     """Return the state to save; ``policy.memory`` must be readable. Parked weights are replaced by the host's
     copies at the end, since Megatron finds the optimizer's shards by the parameters themselves."""
-    state = _build(policy, loading=False)
+    state = like(policy, loading=False)
     for number in range(len(policy.chunks)):
         for entry in nested_values(state[_chunk_key(policy, number)]):
             if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
@@ -36,9 +36,13 @@ def of(policy: Policy) -> dict[str, Any]:
     return state
 
 
-def like(policy: Policy) -> dict[str, Any]:
-    """Return the state into which a checkpoint is loaded."""
-    return _build(policy, loading=True)
+def like(policy: Policy, *, loading: bool = True) -> dict[str, Any]:
+    """Return the state into which a checkpoint is loaded, or without ``loading`` the one to save."""
+    metadata, adapted = _metadata(), policy.recipe.lora.rank > 0
+    of_chunk = lora.sharded_state_dict if adapted else partial(sharded_weights, options=metadata)
+    state: dict[str, Any] = {_chunk_key(policy, n): of_chunk(chunk) for n, chunk in enumerate(policy.chunks)}
+    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state | {"optimizer": optimizer, "schedule": policy.schedule.state_dict()}
 
 
 def load(policy: Policy, state: dict[str, Any]) -> None:
@@ -69,14 +73,6 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
             f"{path}: was saved with {', '.join(different)}, which binds it to that layout: resume with "
             "these values on any number of GPUs, or begin a run with model.path: the export of this one"
         )
-
-
-def _build(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    metadata, adapted = _metadata(), policy.recipe.lora.rank > 0
-    of_chunk = lora.sharded_state_dict if adapted else partial(sharded_weights, options=metadata)
-    state: dict[str, Any] = {_chunk_key(policy, n): of_chunk(chunk) for n, chunk in enumerate(policy.chunks)}
-    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-    return state | {"optimizer": optimizer, "schedule": policy.schedule.state_dict()}
 
 
 def _adapters(policy: Policy) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.cli import sweep as command
+from megatron_eqlen.experiments import runner
 from tests.kit.jobs import Job
 from tests.kit.train_runs import STEPS, column
 
@@ -51,16 +52,20 @@ def start_job_and_kill_grpo(arguments: Sequence[str], environ: dict[str, str], l
     raise KeyboardInterrupt
 
 
-def test_a_sweep_continues_where_it_was_killed_and_matches_what_the_reference_spent(home, trained, capsys):
+def test_a_sweep_continues_where_it_was_killed_and_matches_what_the_reference_spent(
+    home, trained, capsys, monkeypatch
+):
     (home / "sweep.yaml").write_text(SWEEP.format(folder=home))
     plan = command.read(home / "sweep.yaml", [])
+    monkeypatch.setattr(runner, "start_process", start_job_and_kill_grpo)
     with pytest.raises(KeyboardInterrupt):
-        command.run(plan, 1, start_job_and_kill_grpo)
+        command.run(plan, 1)
     eqlen, grpo = (home / f"sweep/recipe/{method}-seed0" for method in ("eqlen", "grpo"))
     ended = (eqlen / "metrics.jsonl").read_bytes()
     before = column(grpo, "loss/total")[0]
 
-    assert command.run(command.read(home / "sweep.yaml", []), 1, start_job) == 0
+    monkeypatch.setattr(runner, "start_process", start_job)
+    assert command.run(command.read(home / "sweep.yaml", []), 1) == 0
     assert (eqlen / "metrics.jsonl").read_bytes() == ended, "a finished run is not repeated"
     assert column(grpo, "loss/total")[0] == before, "an unfinished run resumes"
     reference = column(eqlen, "total/flops")

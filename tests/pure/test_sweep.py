@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,12 @@ def sweep(tmp_path) -> Path:
     return write_sweep(tmp_path)
 
 
-def run(sweep: Path, jobs: int = 1, **script) -> tuple[int, Scripted]:
+def run(sweep: Path, jobs: int = 1, overrides: Sequence[str] = (), **script) -> tuple[int, Scripted]:
+    """Run a sweep whose processes are scripted."""
     scripted = Scripted(**script)
-    return command.run(command.read(sweep, []), jobs, scripted), scripted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "start_process", scripted)
+        return command.run(command.read(sweep, overrides), jobs), scripted
 
 
 def test_the_reference_runs_first_and_the_others_get_the_mean_of_what_its_seeds_spent(sweep):
@@ -146,8 +150,7 @@ def test_each_run_has_its_own_gpus(sweep, monkeypatch):
 
 def test_runs_of_two_processes_share_no_gpu(sweep, monkeypatch):
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["0", "1", "2", "3"])
-    plan, started = command.read(sweep, ["cluster.processes_per_node=2"]), Scripted()
-    command.run(plan, 2, started)
+    _, started = run(sweep, jobs=2, overrides=["cluster.processes_per_node=2"])
     assert {environ["CUDA_VISIBLE_DEVICES"] for environ in started.environs} == {"0,1", "2,3"}
 
 
@@ -169,7 +172,7 @@ def test_what_the_recipe_itself_limits_does_not_limit_the_others_beside_the_refe
 
 def test_a_recipe_of_several_nodes_is_for_slurm(sweep):
     with pytest.raises(ValueError, match=r"cluster\.nodes is 2: expected 1 .*`eqlen submit`"):
-        command.run(command.read(sweep, ["cluster.nodes=2"]), 1, Scripted())
+        run(sweep, overrides=["cluster.nodes=2"])
 
 
 def test_a_process_that_cannot_start_is_reported(sweep, capsys):
@@ -268,16 +271,16 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
         load_sweep(write_sweep(tmp_path, SWEEP.replace(old, new)))
 
 
-def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
+def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path, monkeypatch):
     odd = SWEEP.replace("equal_length.suffix_reward: mean", "group_size: 3")
-    scripted = Scripted()
+    monkeypatch.setattr(runner, "start_process", scripted := Scripted())
     with pytest.raises(RecipeError, match="seed=7: has no effect"):
         command.read(write_sweep(tmp_path, SWEEP), ["steps=2", "seed=7"])
     with pytest.raises(RecipeError, match=r"tiny/mean-seed0: .*group_size: 3 is odd"):
-        command.run(command.read(write_sweep(tmp_path, odd), []), 1, scripted)
+        command.run(command.read(write_sweep(tmp_path, odd), []), 1)
     same = odd.replace("group_size: 3", "equal_length.suffix_reward: max")
     with pytest.raises(RecipeError, match=r"tiny/eqlen and tiny/mean: .* found the same recipe"):
-        command.run(command.read(write_sweep(tmp_path, same), []), 1, scripted)
+        command.run(command.read(write_sweep(tmp_path, same), []), 1)
     assert scripted.names == []
 
 
