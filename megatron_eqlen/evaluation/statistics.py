@@ -50,8 +50,10 @@ def replicate_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
 
 def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Interval:
     """Return ``after`` [R2, P] minus ``before`` [R1, P]. A bootstrap draw takes the same problems on both
-    sides, and replicates of each on its own."""
+    sides, and replicates of each on its own. Raises ValueError for unequal numbers of problems."""
     before, after = _checked(before), _checked(after)
+    if before.shape[1] != after.shape[1]:
+        raise ValueError(f"paired difference: {before.shape[1]} problems before, {after.shape[1]} after")
     # The problems' weights are drawn once, for both sides; replicates of the two sides apart.
     problems, ours, theirs = _draw_weights((before.shape[1], after.shape[0], before.shape[0]), seed)
     draws = _crossed_means(after, ours, problems) - _crossed_means(before, theirs, problems)
@@ -114,6 +116,8 @@ def pass_at_k(scores: np.ndarray, k: int) -> float:
     """Return the chance that one of k samples or more is right (score above 0), unbiased from R >= k
     replicates: 1 - C(R - c, k) / C(R, k) for a problem with c right samples (Chen et al. 2021)."""
     replicates = _checked(scores).shape[0]
+    if not 1 <= k <= replicates:
+        raise ValueError(f"pass@k: expected 1 <= k <= {replicates} samples, found {k}")
     # [P] wrong samples of each problem.
     wrong = (scores <= 0).sum(axis=0)
     steps = np.arange(k)

@@ -501,6 +501,11 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
     assert statistics.pass_at_k(scores, k) == pytest.approx(np.mean(subsets))
 
 
+def test_more_passes_than_samples_is_an_error():
+    with pytest.raises(ValueError, match="k <= 4 samples, found 5"):
+        statistics.pass_at_k(np.ones((4, 2)), 5)
+
+
 def test_only_the_crossed_interval_covers_other_problems(monkeypatch):
     """30 problems from a population with mean 0.5, 5 seeds: the seeds' own spread says little about it."""
     monkeypatch.setattr(statistics, "DRAWS", 400)
