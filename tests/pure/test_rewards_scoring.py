@@ -274,6 +274,16 @@ def test_a_function_of_messages_grades_a_first_response_that_is_empty(tmp_path, 
     assert graded(tmp_path, function, completion="").reward == reward
 
 
+def length_of_completions(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.parametrize(("asked", "reward"), [("?", 2.0), ([{"role": "user", "content": "?"}], 1.0)])
+def test_a_function_of_trl_gets_messages_where_the_prompts_of_the_file_are_messages(tmp_path, asked, reward):
+    """One that works on text, too, would measure something else there and raise nothing."""
+    assert graded(tmp_path, length_of_completions, {"prompt": asked, "answer": "1"}).reward == reward
+
+
 def first_letter(response):
     return float(response[0] == "s")
 
