@@ -124,6 +124,17 @@ def test_a_named_reward_is_compared_with_the_other_streams_of_its_prompt_too():
     assert [sum(of_pair) != 0 for of_pair in (advantages[0][1:3], advantages[1][1:3])] == [True, True]
 
 
+def test_a_pair_is_skipped_only_where_all_its_named_rewards_are_equal():
+    stream = worked_example()
+    for part in stream.parts:
+        if part.grade:
+            part.grade.rewards = {"right": 1.0, "brief": float(part is not stream.parts[0])}
+    for brief, weights in ((0.5, [1 / 8, 1 / 8, 0, 0]), (0.0, [0] * 4)):
+        keys = {"objective": "gdpo", "reward__weights": {"right": 1.0, "brief": brief}, "data": OWN_GRADER}
+        (tree,), _ = build([stream], **keys, packing__max_tokens_per_row=4096)
+        assert [node.weight for node in tree.nodes[1:]] == weights, f"brief counts {brief}"
+
+
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
     group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
     for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):

@@ -219,6 +219,8 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
     found = probed(target.kind, settings, draws(rng))
     result = look([found], target.kind, Job(settings), str)
     assert [budget["length"] for budget in result["budgets"]] == [0, 1, None]
+    lengths = np.array([1 if 2 in paths[n][:1] else len(paths[n]) for n in drawn])  # that need no marker
+    assert [budget["forced"] for budget in result["budgets"]] == pytest.approx([1, (lengths > 1).mean(), 0])
     for budget in result["budgets"]:
         truth = 0.0
         for path, share in zip(paths, shares, strict=True):

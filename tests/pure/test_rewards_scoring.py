@@ -141,6 +141,7 @@ def of_openrlhf(queries, prompts, labels, **kwargs):
 
 
 async def of_verifiers(completion: str, answer: str, prompt, info, state, **kwargs) -> float:
+    assert kwargs["difficulty"] == 2.5
     return float((completion, answer, prompt, state["answer"], info) == ("so", "1", "?", "1", {}))
 
 
