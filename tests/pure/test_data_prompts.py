@@ -216,7 +216,7 @@ def test_an_instruction_for_another_grader_goes_out_of_a_chat_whose_other_turns_
 
 def test_a_part_of_a_turn_that_is_no_text_is_no_text(tmp_path):
     parts = [{"type": "text", "text": "What is shown?"}, {"type": "image", "text": None}]
-    for other in (parts[1], {"type": "image", "text": ""}, {"type": "image_url"}, "text"):
+    for other in (parts[1], {"type": "image", "text": ""}, {"type": "image_url"}, {"type": "text"}, "text"):
         tally = Tally()
         rows = [
             {"messages": [{"role": "user", "content": [parts[0], *more]}], "answer": 5}

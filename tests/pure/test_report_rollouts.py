@@ -259,6 +259,7 @@ def test_a_file_alone_shows_advantages_among_all_of_its_step(tmp_path, model):
     kit.record(step / "rank-1.arrow", [stream])
     alone = [printed(step / f"rank-{rank}.arrow", model).splitlines() for rank in (0, 1)]
     assert sorted(alone[0] + alone[1]) == sorted(printed(step, model).splitlines()[1:])
+    assert ["a.parquet#2" in "".join(lines) for lines in alone] == [False, True]
     # generated again by a resumed step, with one token more: that is what was trained
     longer = segment(make_tokenizer(model), "it is seven now", RIGHT)
     again = kit.stream(prompt(2), 0, 0, [(longer, dataclasses.replace(longer, grade=None))], "max_pairs")
