@@ -11,6 +11,8 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
+from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.experiments.compare import Difference
 from megatron_eqlen.experiments.run_groups import _labels, read_run, run_folders
 from megatron_eqlen.recipe.contents import keep
 from tests.kit.report_runs import recipe, write_run
@@ -49,6 +51,12 @@ def tables_of(tmp_path: Path) -> dict:
     assert cli.main(["compare", str(tmp_path), "--out", str(out)]) == 0
     record = json.loads((out / "tables.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     return {table["title"]: table["rows"] for table in record["tables"]} | {"notes": record["notes"]}
+
+
+def test_a_difference_is_written_in_points():
+    difference = Difference(Interval(0.2, -0.09, 0.49, ""), 0.41, 3)
+    assert str(difference) == "+20.0 [-9.0, +49.0] / 41.0"
+    assert str(replace(difference, detectable=None)) == "+20.0 [-9.0, +49.0]"
 
 
 def test_methods_side_by_side(tmp_path, capsys):
