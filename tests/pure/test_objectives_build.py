@@ -189,6 +189,7 @@ def test_an_unscored_response_is_refused_by_name():
     ),
     ({"sampling": "independent", "equal_length__max_pairs": 1}, "acts only with sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
+    ({"objective": "rloo", "loss__epochs": 2}, "loss.minibatches 1 x loss.epochs 2 = 2 updates"),
     ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
     ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
     ({"objective": "dapo", "loss__overlong_buffer": 50}, "is not below"),
