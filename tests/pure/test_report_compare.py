@@ -94,6 +94,13 @@ def test_methods_side_by_side(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path), "--over", "steps"]) == 2, "nothing is drawn"
 
 
+def test_a_benchmark_that_the_baseline_was_not_measured_on_has_no_difference(tmp_path):
+    other = make_run(tmp_path, 0, 12, sampling="independent")
+    write_results(other / "evaluation/after.json", [result(12, "amc")])
+    make_run(tmp_path, 0, 16)
+    assert tables_of(tmp_path)["Difference"] == [{"Method": "eqlen-grpo", "aime25": None}]
+
+
 def test_two_models_have_columns_of_their_own(tmp_path):
     make_run(tmp_path / "a", 0, 12)
     other = make_run(tmp_path / "b", 0, 16)
