@@ -333,6 +333,8 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
         name: agreement for agreement in audit(truth, [group], Job(settings)) for name in agreement.objectives
     }
     assert found["dr_grpo"] is found["grpo"], "they differ in size alone"
+    assert "dr_grpo, alive" in found
+    assert "dr_grpo, unit" not in found, "that is dr_grpo"
     # advantages +-1/2 on all tokens, scaled by 0.5: two of three signs
     assert found["dr_grpo"].sign == pytest.approx(2 / 3)
     assert found["dr_grpo"].bias_early == pytest.approx(np.mean([0.25 - 0.5, -0.25 - 0.1]))
