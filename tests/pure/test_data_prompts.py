@@ -470,6 +470,7 @@ def three(path, tally):
     ({"question": "prompt", "instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"grader": "text"}, {"grader": "math"}, "grader: text has no effect: the recipe's grader is math"),
+    ({"answer": "text"}, {"grader": "code"}, "answer: text has no effect: tests grade code"),
 ])  # fmt: skip
 def test_a_columns_entry_that_cannot_act_is_refused(tmp_path, columns, keys, message):
     file = tmp_path / "rows.jsonl"
