@@ -139,9 +139,8 @@ def init_state(optimizer: MegatronOptimizer) -> None:
     their memory now; and Megatron can neither save nor load an optimizer that has never stepped."""
     assert isinstance(optimizer, DistributedOptimizer)
     groups = optimizer.optimizer.param_groups
-    rates = [group["lr"] for group in groups]
     for group in groups:
-        group["lr"] = 0.0  # and no weight decay
+        group["lr"] = 0.0  # and no weight decay; the schedule sets the rate
         for option in HOST_OPTIONS:
             group.pop(option, None)
         for parameter in group["params"]:
@@ -151,8 +150,7 @@ def init_state(optimizer: MegatronOptimizer) -> None:
                 parameter.grad = torch.zeros_like(parameter)
     optimizer.optimizer.step()
     optimizer.zero_grad()
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
+    for group in groups:
         if "step" in group:  # Transformer Engine's Adam counts steps here, torch's in each state
             group["step"] = 0
     for state in optimizer.optimizer.state.values():

@@ -333,6 +333,7 @@ def test_the_profile_of_a_step_is_that_of_its_first_forks():
     gain = fork_gains([5 / 6.5, 1], [0, 1], 6.5, [0.75 / (1 / 4 * 6.5)]).max()
     assert gain_metrics(metrics)["profile/fork_gain"] == pytest.approx(gain)
     assert gain > 1
+    assert profile_metrics([kit.tree(PROMPT, 0, steps[1:3], [-1, -1])], recipe("marker")) == {}, "no fork"
 
 
 @pytest.mark.parametrize(("rule", "group_size", "profiled"), [

@@ -577,6 +577,14 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
         read_progress(folder, prompts, run.recipe, {**run.suspended, ("q", 0): RolloutOrigin(0)})
 
 
+def test_a_complete_rollout_is_not_resumed(tmp_path):
+    run = Run(tmp_path, recipe_of(SIMPLE), end=0.0)
+    run.step(0, prompts_of(0, 1), budget=10**6)
+    assert not run.suspended
+    with pytest.raises(PartialRolloutError, match=r"step-00000000: .*found 0 of them: p#0\.0/0 is missing"):
+        read_progress(tmp_path / step_name(1), prompts_of(0, 1), run.recipe, {("p#0.0", 0): RolloutOrigin(0)})
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["one step", "two steps"])
 @pytest.mark.parametrize("average", sorted(RATIOS))
 def test_an_average_over_the_tokens_of_several_rollouts_is_one_of_the_step_that_trains_them(average, apart):

@@ -216,7 +216,7 @@ def test_an_instruction_for_another_grader_goes_out_of_a_chat_whose_other_turns_
 
 def test_a_part_of_a_turn_that_is_no_text_is_no_text(tmp_path):
     parts = [{"type": "text", "text": "What is shown?"}, {"type": "image", "text": None}]
-    for other in (parts[1], {"type": "image", "text": ""}, {"type": "image_url"}, "text"):
+    for other in (parts[1], {"type": "image", "text": ""}, {"type": "image_url"}, {"type": "text"}, "text"):
         tally = Tally()
         rows = [
             {"messages": [{"role": "user", "content": [parts[0], *more]}], "answer": 5}
@@ -470,6 +470,7 @@ def three(path, tally):
     ({"question": "prompt", "instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"grader": "text"}, {"grader": "math"}, "grader: text has no effect: the recipe's grader is math"),
+    ({"answer": "text"}, {"grader": "code"}, "answer: text has no effect: tests grade code"),
 ])  # fmt: skip
 def test_a_columns_entry_that_cannot_act_is_refused(tmp_path, columns, keys, message):
     file = tmp_path / "rows.jsonl"

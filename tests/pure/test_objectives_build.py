@@ -93,6 +93,11 @@ def test_the_longest_segment_is_measured():
     assert build([stream])[1]["objective/segment_length_max"] == 2
 
 
+def test_maximum_and_mean_of_a_side_that_no_response_extends_are_equal():
+    stream = kit.stream(QUESTION, 0, 0, pairs_of(worked_example(a1=0.0, a2=1.0)), "truncated")
+    assert build([stream])[1]["objective/reward_gap_max_mean"] == 0
+
+
 def test_a_teacher_trains_equal_pairs_and_the_tail_too_alone_or_beside_the_rewards():
     (tree,), _ = build([worked_example(1.0, 1.0, 1.0)], teacher__path="t")
     assert [node.weight for node in tree.nodes[1:]] == [1 / 12] * 4 + [1 / 3], (
@@ -124,13 +129,36 @@ def test_a_named_reward_is_compared_with_the_other_streams_of_its_prompt_too():
     assert [sum(of_pair) != 0 for of_pair in (advantages[0][1:3], advantages[1][1:3])] == [True, True]
 
 
+def test_a_stream_is_compared_with_the_mean_of_all_other_streams_of_its_prompt():
+    """First pairs have the means 1/4, 1/2 and 3/4: a B side the mean of A_2 = 1 and the tail, 0."""
+    streams = [worked_example(a1, a2=1, tail=0) for a1 in (0, 0.5, 1)]
+    for index, stream in enumerate(streams):
+        stream.index = index
+    keys = {"equal_length__pair_weight": "on_policy", "equal_length__baseline": "streams", "group_size": 6}
+    trees, _ = build(streams, objective="rloo", **keys)
+    for a1, others, tree in zip((0, 0.5, 1), (5 / 8, 1 / 2, 3 / 8), trees, strict=True):
+        rewards = np.array([a1, 0.5, 1, 0, 0])  # A_1, B_1, A_2, B_2 and the tail
+        assert [node.advantage for node in tree.nodes[1:]] == pytest.approx(rewards - others)
+
+
+def test_a_pair_is_skipped_only_where_all_its_named_rewards_are_equal():
+    stream = worked_example()
+    for part in stream.parts:
+        if part.grade:
+            part.grade.rewards = {"right": 1.0, "brief": float(part is not stream.parts[0])}
+    for brief, weights in ((0.5, [1 / 8, 1 / 8, 0, 0]), (0.0, [0] * 4)):
+        keys = {"objective": "gdpo", "reward__weights": {"right": 1.0, "brief": brief}, "data": OWN_GRADER}
+        (tree,), _ = build([stream], **keys, packing__max_tokens_per_row=4096)
+        assert [node.weight for node in tree.nodes[1:]] == weights, f"brief counts {brief}"
+
+
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
     group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
     for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):
         (tree,), metrics = build([group], sampling="independent", loss__kl_coef=kl_coef)
         assert [node.advantage for node in tree.nodes] == [0, 0, 0]
         assert [node.weight for node in tree.nodes] == [0, weight, weight]
-        assert metrics["objective/zero_advantage_fraction"] == 1
+        assert (metrics["objective/zero_advantage_fraction"], metrics["objective/advantage_std"]) == (1, 0)
 
 
 @pytest.mark.parametrize("keys", [{}, {"loss__baseline": "alive", "objective": "dr_grpo"}], ids=str)
@@ -161,6 +189,7 @@ def test_an_unscored_response_is_refused_by_name():
     ),
     ({"sampling": "independent", "equal_length__max_pairs": 1}, "acts only with sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
+    ({"objective": "rloo", "loss__epochs": 2}, "loss.minibatches 1 x loss.epochs 2 = 2 updates"),
     ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
     ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
     ({"objective": "dapo", "loss__overlong_buffer": 50}, "is not below"),

@@ -119,6 +119,8 @@ def test_a_teacher_is_on_the_gpu_only_to_teach_and_its_pass_is_counted():
     assert taught.phases.keys() - plain.phases.keys() == {"teach"}
     ranks = taught.job.recipe.parallel.tensor * taught.job.recipe.parallel.pipeline
     assert taught.parts["teacher"] > 32.76e9 * 2 / ranks
+    host = [host_parts(of.job, of.stages, workload(of.job.recipe))["teacher"] for of in (plain, taught)]
+    assert (host[0], host[1] > 32.76e9 * 2) == (0, True), "all of a node"
     passes = [
         training_flops(need.job, 1.0, 0.0) / forward_flops(need.job.model, 0.0) for need in (plain, taught)
     ]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.evaluation.statistics import change_of_mean
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -219,6 +220,8 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
     found = probed(target.kind, settings, draws(rng))
     result = look([found], target.kind, Job(settings), str)
     assert [budget["length"] for budget in result["budgets"]] == [0, 1, None]
+    lengths = np.array([1 if 2 in paths[n][:1] else len(paths[n]) for n in drawn])  # that need no marker
+    assert [budget["forced"] for budget in result["budgets"]] == pytest.approx([1, (lengths > 1).mean(), 0])
     for budget in result["budgets"]:
         truth = 0.0
         for path, share in zip(paths, shares, strict=True):
@@ -330,6 +333,8 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
         name: agreement for agreement in audit(truth, [group], Job(settings)) for name in agreement.objectives
     }
     assert found["dr_grpo"] is found["grpo"], "they differ in size alone"
+    assert "dr_grpo, alive" in found
+    assert "dr_grpo, unit" not in found, "that is dr_grpo"
     # advantages +-1/2 on all tokens, scaled by 0.5: two of three signs
     assert found["dr_grpo"].sign == pytest.approx(2 / 3)
     assert found["dr_grpo"].bias_early == pytest.approx(np.mean([0.25 - 0.5, -0.25 - 0.1]))
@@ -353,6 +358,20 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     found = {name: a for a in audit(truth, [group], Job(penalised)) for name in a.objectives}
     assert found["the run's"] is found["grpo"], "equal rewards are not trained, whatever a length costs"
     assert found["the run's"].sign == 0.5
+
+
+def test_the_audit_asks_for_the_advantages_of_a_changes_own_tokens():
+    """Of two lines one forks after two tokens; truths are the advantages of RLOO, or their mean."""
+    ends = [Part(Tokens.of([2, 0], [-0.5] * 2), "stop", Grade(reward, "")) for reward in (0.0, 1.0, 0.0)]
+    parts = [Part(Tokens.of([1, 2], [-0.5] * 2)), *ends]
+    tree = kit.tree(QUESTION, 0, parts, [-1, -1, 0, 0])
+    forked, alone = tree.line(2), tree.line(1)
+    truth = [Change(line, begin, end, (value,) * 3) for line, begin, end, value in (
+        (forked, 0, 2, 0.5), (forked, 2, 4, 1.0), (forked, 1, 3, 0.75), (alone, 0, 2, -0.5),
+    )]  # fmt: skip
+    (rloo,) = [found for found in audit(truth, [tree], Job(SAMPLINGS["tree"])) if "rloo" in found.objectives]
+    assert (rloo.sign, rloo.rank) == (1, pytest.approx(1))
+    assert (rloo.bias_early, rloo.bias_late, rloo.noise) == pytest.approx((0, 0, 0), abs=1e-12)
 
 
 @pytest.mark.parametrize("rollout", [

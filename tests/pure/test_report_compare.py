@@ -11,6 +11,8 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
+from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.experiments.compare import Difference
 from megatron_eqlen.experiments.run_groups import _labels, read_run, run_folders
 from megatron_eqlen.recipe.contents import keep
 from tests.kit.report_runs import recipe, write_run
@@ -51,6 +53,12 @@ def tables_of(tmp_path: Path) -> dict:
     return {table["title"]: table["rows"] for table in record["tables"]} | {"notes": record["notes"]}
 
 
+def test_a_difference_is_written_in_points():
+    difference = Difference(Interval(0.2, -0.09, 0.49, ""), 0.41, 3)
+    assert str(difference) == "+20.0 [-9.0, +49.0] / 41.0"
+    assert str(replace(difference, detectable=None)) == "+20.0 [-9.0, +49.0]"
+
+
 def test_methods_side_by_side(tmp_path, capsys):
     for seed, right in enumerate((11, 13)):
         make_run(tmp_path, seed, right, sampling="independent")
@@ -84,6 +92,13 @@ def test_methods_side_by_side(tmp_path, capsys):
     assert "over steps" in svg.read_text()
     assert cli.main([*words, "Reward"]) == 2, "no run has recorded one"
     assert cli.main(["compare", str(tmp_path), "--over", "steps"]) == 2, "nothing is drawn"
+
+
+def test_a_benchmark_that_the_baseline_was_not_measured_on_has_no_difference(tmp_path):
+    other = make_run(tmp_path, 0, 12, sampling="independent")
+    write_results(other / "evaluation/after.json", [result(12, "amc")])
+    make_run(tmp_path, 0, 16)
+    assert tables_of(tmp_path)["Difference"] == [{"Method": "eqlen-grpo", "aime25": None}]
 
 
 def test_two_models_have_columns_of_their_own(tmp_path):

@@ -16,7 +16,13 @@ import pytest
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.cli.__main__ import main
-from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
+from megatron_eqlen.evaluation.result import (
+    Answers,
+    EvaluationResult,
+    evaluation_files,
+    read_evaluations,
+    write_results,
+)
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, facts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
@@ -127,6 +133,10 @@ def test_the_headline_is_accuracy_before_and_after_with_its_paired_gain(tmp_path
     sampled = r"4 problems × 4; temperature 1, top-p 0.9, at most 4,096 tokens"
     labels = re.findall(rf"{sampled} (before|step 2|after)", page.text)
     assert labels == ["before", "step 2", "after"]
+    chart = charts(Columns(run, METRICS), read_evaluations(evaluation_files(run / "evaluation", 4)))[0]
+    (accuracy,) = chart.series
+    assert (chart.x.tolist(), accuracy.y.tolist()) == ([0, 2, 4], [37.5, 37.5, 68.75])
+    assert accuracy.last == "68.8"
     evaluate(run, "after", before, temperature=0.0)
     text = Page(write_page(run)).text
     assert "37.5% · 37.5%" in text, "sampled otherwise: no change that training made"

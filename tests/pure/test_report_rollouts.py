@@ -18,6 +18,7 @@ from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.report.rollouts import RolloutView, Training, texts_of, view
 from megatron_eqlen.report.text import print_rollouts, recipe_of
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Rollout
 from tests.kit.report_runs import (
     RIGHT,
@@ -50,6 +51,16 @@ def test_a_stream_shows_what_each_side_inherits():
     assert [(s.label, s.parent, s.start, s.text) for s in seen.parts] == [
         ("A1", -1, 0, "5 9 "), ("B1", -1, 0, "6 7 "), ("A2", 1, 2, "8 9 "), ("B2", 1, 2, "4 4 "),
         ("tail", 3, 4, "9 "),
+    ]  # fmt: skip
+
+
+def test_a_part_names_the_policy_versions_that_sampled_it_in_order():
+    stream = example_stream()
+    for part, versions in zip(stream.parts, ([4, 4], [4, 5]), strict=False):
+        part.tokens = Tokens.of(part.tokens.token_ids, [-1.0] * 2, versions=versions)
+    seen = [part.facts() for part in look(stream).parts]
+    assert [[fact for fact in facts if fact.startswith("policy")] for facts in seen] == [
+        ["policy version 4"], ["policy version 4, 5"], [], [], []
     ]  # fmt: skip
 
 
@@ -248,6 +259,7 @@ def test_a_file_alone_shows_advantages_among_all_of_its_step(tmp_path, model):
     kit.record(step / "rank-1.arrow", [stream])
     alone = [printed(step / f"rank-{rank}.arrow", model).splitlines() for rank in (0, 1)]
     assert sorted(alone[0] + alone[1]) == sorted(printed(step, model).splitlines()[1:])
+    assert ["a.parquet#2" in "".join(lines) for lines in alone] == [False, True]
     # generated again by a resumed step, with one token more: that is what was trained
     longer = segment(make_tokenizer(model), "it is seven now", RIGHT)
     again = kit.stream(prompt(2), 0, 0, [(longer, dataclasses.replace(longer, grade=None))], "max_pairs")

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
@@ -19,8 +20,8 @@ from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Rollout
-from tests.kit.report_runs import example_stream, make_tokenizer, recipe, unpacked, write_run
+from megatron_eqlen.types import Grade, Part, Rollout
+from tests.kit.report_runs import example_stream, make_tokenizer, prompt, recipe, unpacked, write_run
 
 STEPS = ("step-00000000", "step-00000001", "step-00000006")
 
@@ -67,6 +68,15 @@ def test_the_page_has_the_rollouts_of_a_step_as_they_were_recorded_and_trained(r
     assert columns["advantage"] == [node.advantage, 0, node.advantage]
     assert columns["weight"] == pytest.approx([node.weight, 0, node.weight], rel=1e-2)
     assert not {"advantage", "weight"} & {*shown[4]["columns"]}, "the tail is not compared"
+
+
+def test_a_stream_of_two_truncated_tracks_has_a_row_without_a_gap(run):
+    tail = Part(Tokens.of([5, 6], [-1.0] * 2), "length")
+    kit.record(
+        run / "streams" / STEPS[0] / "rank-1.arrow", [kit.stream(prompt(1), 1, 3, [], "truncated", tail)]
+    )
+    assert main(["report", str(run), "--step", "1"]) == 0
+    assert [row["gap"] for row in rows(run / "rollouts-1.html")] == [1, None]
 
 
 def test_a_range_has_all_its_steps_and_the_page_loads_nothing(run):

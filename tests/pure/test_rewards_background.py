@@ -126,6 +126,7 @@ def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, 
     assert begun() == ["wrong", "right", "last"]
     assert metrics["reward/calls"] == 3
     assert metrics["reward/hidden_seconds"] >= rollouts[0].parts[0].grade.seconds > 0
+    assert 0 < metrics["reward/wait_seconds"] <= metrics["reward/seconds"]
 
 
 def test_an_evaluation_grades_while_it_generates(scorer, begun, recipe):

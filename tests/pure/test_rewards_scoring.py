@@ -141,6 +141,7 @@ def of_openrlhf(queries, prompts, labels, **kwargs):
 
 
 async def of_verifiers(completion: str, answer: str, prompt, info, state, **kwargs) -> float:
+    assert kwargs["difficulty"] == 2.5
     return float((completion, answer, prompt, state["answer"], info) == ("so", "1", "?", "1", {}))
 
 
@@ -272,6 +273,16 @@ def test_columns_of_the_functions_own_names_stay_what_they_are(tmp_path):
 @pytest.mark.parametrize(("function", "reward"), [(of_messages, 0.0), (of_trl_for_chats, 0.5)])
 def test_a_function_of_messages_grades_a_first_response_that_is_empty(tmp_path, function, reward):
     assert graded(tmp_path, function, completion="").reward == reward
+
+
+def length_of_completions(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.parametrize(("asked", "reward"), [("?", 2.0), ([{"role": "user", "content": "?"}], 1.0)])
+def test_a_function_of_trl_gets_messages_where_the_prompts_of_the_file_are_messages(tmp_path, asked, reward):
+    """One that works on text, too, would measure something else there and raise nothing."""
+    assert graded(tmp_path, length_of_completions, {"prompt": asked, "answer": "1"}).reward == reward
 
 
 def first_letter(response):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,12 @@ import pyarrow.compute as pc
 import pytest
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.files import step_name
 from megatron_eqlen.record.arrow_log import ArrowLog, batches
 from megatron_eqlen.record.format import BATCH_BYTES, SEGMENTS
 from megatron_eqlen.record.reader import (
+    CHECKED_STEPS,
+    check_newest,
     fill_numbers,
     has_columns,
     read_progress,
@@ -294,6 +298,19 @@ def test_skeletons_read_no_arrays(tmp_path):
         fill_numbers(skeletons, step_files(tmp_path))
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
         read_step(tmp_path)
+
+
+def test_records_of_the_newest_steps_are_verified_and_of_older_ones_not(tmp_path):
+    files = [tmp_path / step_name(number) / "rank-0.arrow" for number in range(CHECKED_STEPS + 1)]
+    for file in files:
+        kit.record(file, [STREAM])
+    whole = files[0].read_bytes()
+    damaged = bytearray(whole)
+    damaged[-len(whole) // 3] ^= 1
+    for file in files[:2]:
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged") if file == files[1] else nullcontext():
+            check_newest(tmp_path)
 
 
 def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
