@@ -167,7 +167,8 @@ def save_while_generating(folder: str, checkpoints: str, park: str, offload: boo
     hold_writers(go)
     saving = saved_state.begin(Path(checkpoints), 2, policy, {}, keep=2)
     assert saving is not None
-    sent = sum(tensor.numel() for _, tensor in policy.weights())
+    with policy.memory.weights.resident():
+        sent = sum(tensor.numel() for _, tensor in policy.weights())
     latest = checkpoint_folder.latest(Path(checkpoints))
     wrong = [] if latest and latest.name == "step-00000001" else [f"in force too early: {latest}"]
     go.set()
