@@ -14,6 +14,8 @@ import pytest
 
 from megatron_eqlen.cli.__main__ import _parser
 from megatron_eqlen.data.first_rewards import FORMS
+from megatron_eqlen.experiments.cells import Plan
+from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.metrics import DECLARED, MetricError, metric
 from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.recipe import Recipe
@@ -210,6 +212,14 @@ def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(tmp_path,
     text = "\n".join(block.splitlines()[1:-1]).replace("extends: ", f"extends: {ROOT}/")
     (tmp_path / "mine.yaml").write_text(text)
     assert not any(form in recipe_load.load(tmp_path / "mine.yaml").data.instruction for form in FORMS)
+
+
+def test_the_example_of_a_sweep_is_one(tmp_path):
+    (block,) = (each for each in FENCE.findall((ROOT / "docs/recipes.md").read_text()) if "my_sweep" in each)
+    (tmp_path / "sweep.yaml").write_text("\n".join(block.splitlines()[1:-1]))
+    (tmp_path / "mine.yaml").write_text(f"extends: {ROOT}/recipes/tiny_cpu.yaml\n")
+    plan = Plan(load_sweep(tmp_path / "sweep.yaml"))
+    assert [recipe.sampling for recipe in plan.recipes()] == ["equal_length", "independent"]
 
 
 def test_links_of_pages_lead_to_what_the_site_has():
