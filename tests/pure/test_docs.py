@@ -18,7 +18,7 @@ from megatron_eqlen.experiments.cells import Plan
 from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.metrics import DECLARED, MetricError, metric
 from megatron_eqlen.objectives.registry import OBJECTIVES
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import MAY_CHANGE, Recipe
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.keys import all_keys
 from tests.kit import ROOT
@@ -212,6 +212,13 @@ def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(tmp_path,
     text = "\n".join(block.splitlines()[1:-1]).replace("extends: ", f"extends: {ROOT}/")
     (tmp_path / "mine.yaml").write_text(text)
     assert not any(form in recipe_load.load(tmp_path / "mine.yaml").data.instruction for form in FORMS)
+
+
+def test_what_a_resumed_run_may_change_is_said():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    said = page.partition("A resumed run may change ")[2].partition("\n\n")[0]
+    unnoticed = {"run_dir", "variant", "inputs_from"}  # of the folder's name and of a message
+    assert {*re.findall(r"`([\w.]+)`", said)} == {*MAY_CHANGE} - unnoticed
 
 
 def test_the_example_of_a_sweep_is_one(tmp_path):
