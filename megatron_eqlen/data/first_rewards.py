@@ -153,7 +153,7 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
         cause = f"its gold has {len(gold.split())} words, which no response will repeat: {gold!r:.80}"
     if not failure and rewards["right"] <= rewards["wrong"]:
         kind = "" if isinstance(given, str) else f", which the function gets as {type(given).__name__}"
-        cause = f"its gold {gold!r:.60}{kind}, written {form % '...'}, earns no more than a wrong answer"
+        cause = f"its gold{kind}, written {texts['right']!r:.60}, earns no more than a wrong answer"
         if read and asked and asked != read:
             cause = (
                 f"the prompt asks for {asked % '...'}, the grader reads {read % '...'}: change the prompt "

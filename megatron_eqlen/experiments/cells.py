@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_eqlen.experiments.figures import MEASURES
 from megatron_eqlen.experiments.schema import OF_RUNS, OF_RUNS_ONLY, SweepRecipe
 from megatron_eqlen.job import load
 from megatron_eqlen.metrics import spent
@@ -114,10 +115,12 @@ class Plan:
             if (other := seen.setdefault(made, group)) != group:
                 raise RecipeError(f"{other} and {group}: expected methods that differ, found the same recipe")
         known = {benchmark.name for recipe in recipes for benchmark in recipe.evaluation.benchmarks}
-        for number, table in enumerate(self.sweep.tables):
-            if unknown := [name for name in table.benchmarks or () if name not in known]:
-                expected = f"some of {', '.join(sorted(known)) or 'none'}"
-                raise RecipeError(f"tables.{number}.benchmarks: expected {expected}, found {unknown[0]!r}")
+        chosen = [("charts", self.sweep.charts, {*MEASURES, *map("Accuracy on {}, %".format, known)})]
+        chosen += [(f"tables.{n}.benchmarks", t.benchmarks, known) for n, t in enumerate(self.sweep.tables)]
+        for key, names, known in chosen:
+            if unknown := [name for name in names or () if name not in known]:
+                expected = f"some of {'; '.join(sorted(known)) or 'none'}"
+                raise RecipeError(f"{key}: expected {expected}, found {unknown[0]!r}")
         return recipes
 
     def references(self, cell: Cell) -> list[Cell]:

@@ -21,9 +21,10 @@ def write_results(plan: Plan) -> tuple[str, list[Path]]:
     if not groups:
         raise ValueError(f"{sweep.path}: expected runs that have ended, found none")
     tables = [_table(sweep, table, groups) for table in sweep.tables or DEFAULT]
-    labelled = [_labelled(sweep, group) for group in groups]
+    labelled = [replace(group, method=sweep.label(group.method)) for group in groups]
     notes = [*_missing(sweep, groups), *budget_notes(labelled)]
-    drawn = [_labelled(sweep, g) for g in groups if g.method in (sweep.figures or sweep.methods)]
+    shown = sweep.figures or sweep.methods
+    drawn = [drawn for group, drawn in zip(groups, labelled, strict=True) if group.method in shown]
     axis = sweep.match if sweep.reference is not None else None
     return markdown(tables, notes), write(sweep.path, tables, notes, drawn, axis, sweep.charts)
 
@@ -47,15 +48,11 @@ def ended_groups(plan: Plan) -> list[Group]:
     return groups
 
 
-def _labelled(sweep: SweepRecipe, group: Group) -> Group:
-    return Group(group.model, sweep.label(group.method), group.runs)
-
-
 def _table(sweep: SweepRecipe, table: TableRecipe, groups: Sequence[Group]) -> Table:
     recipes = table.recipes or [Path(recipe).stem for recipe in sweep.recipes]
     methods = table.methods or [BASE, *sweep.methods]
     chosen = [
-        _labelled(sweep, group)
+        replace(group, method=sweep.label(method))
         for method in methods
         for group in groups
         if group.method == method and group.model in recipes

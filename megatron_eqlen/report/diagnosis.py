@@ -69,7 +69,9 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
         return
     # was anything trained, and do nearly all responses end without an answer?
     units = last.get("objective/units") or 0
-    idle = not last.get("train/updates") or last.get("objective/zero_advantage_fraction") == 1 or not units
+    # where the teacher alone gives advantages, no rewards could
+    equal = last.get("objective/zero_advantage_fraction") == 1 and recipe.loss.advantage != "none"
+    idle = not last.get("train/updates") or equal or not units
     many = max(last.get("reward/verdict/no_answer") or 0, last.get("harvest/truncated_fraction") or 0) > MOST
     if last and (idle or many):
         causes = [*_ends(step_files(run / "streams" / step_name(last["step"] - 1)), recipe)]

@@ -483,6 +483,10 @@ def by_length(response):
     return -len(response)
 
 
+def always_one(response):
+    return 1
+
+
 def of_hashes(response, answer):
     return float(response.rpartition("#### ")[2] == answer)
 
@@ -500,9 +504,12 @@ FIRST = {
                                      "without its form 0: its gold has 21 words, which no response will"),
     "own function": (MATH | {"question": ASKS_HASHES, "answer": "5"}, "of_hashes", "right 1, wrong 0, "),
     "own function, gold as a number": (MATH | {"question": ASKS_HASHES}, "of_hashes",
-                                       "right 0, wrong 0, empty 0, without its form 0: its gold '5', which "
-                                       "the function gets as int, written #### ..., earns no more "
+                                       "right 0, wrong 0, empty 0, without its form 0: its gold, which "
+                                       "the function gets as int, written '#### 5', earns no more "
                                        "than a wrong answer"),
+    "own function, equal": (MATH | {"question": [{"role": "user", "content": "2 + 3?"}]}, "always_one",
+                            "right 1, wrong 1, empty 1: its gold, which the function gets as int, "
+                            "written '5', earns no more than a wrong answer"),
     "program": (CODE, None, "right 1, wrong 0, empty 0"),
     "function": (CODE | {"tests": {"inputs": [[2, 3]], "outputs": [5], "function": "add"}}, None, "right 1"),
     "negative": (MATH, "by_length", "right -9, wrong -11, empty 0, without its form -8"),

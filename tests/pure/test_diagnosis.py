@@ -82,6 +82,16 @@ def test_a_step_that_learns_is_told_nothing_and_what_is_left_out_is_told_beside_
     assert text == "3 responses have no reward (reward.on_error: drop); left out were 90 tokens long, kept 30"
 
 
+def test_equal_advantages_are_no_cause_where_the_teacher_alone_gives_them(tmp_path):
+    record = IDLE | {"step": 1, "time": 0.0, "train/updates": 1.0, "objective/zero_advantage_fraction": 1.0}
+    taught = recipe(tmp_path, teacher={"path": "teacher"}, loss={"advantage": "none"})
+    assert [*diagnose(tmp_path, taught, [record])] == []
+    both = recipe(tmp_path, teacher={"path": "teacher"})
+    assert [text for _, text in diagnose(tmp_path, both, [record])] == [
+        "none of its 2 comparison units has unequal rewards"
+    ]
+
+
 @pytest.mark.parametrize(("tree", "why"), [
     ({"fork": "tokens"}, ["no line forked: all responses end within tree_sampling.step_tokens"]),
     ({"fork": "marker", "marker": "So"},

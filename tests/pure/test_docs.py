@@ -14,9 +14,11 @@ import pytest
 
 from megatron_eqlen.cli.__main__ import _parser
 from megatron_eqlen.data.first_rewards import FORMS
+from megatron_eqlen.experiments.cells import Plan
+from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.metrics import DECLARED, MetricError, metric
 from megatron_eqlen.objectives.registry import OBJECTIVES
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import MAY_CHANGE, Recipe
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.keys import all_keys
 from tests.kit import ROOT
@@ -210,6 +212,21 @@ def test_the_example_of_an_own_reward_asks_for_the_form_that_it_grades(tmp_path,
     text = "\n".join(block.splitlines()[1:-1]).replace("extends: ", f"extends: {ROOT}/")
     (tmp_path / "mine.yaml").write_text(text)
     assert not any(form in recipe_load.load(tmp_path / "mine.yaml").data.instruction for form in FORMS)
+
+
+def test_what_a_resumed_run_may_change_is_said():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    said = page.partition("A resumed run may change ")[2].partition("\n\n")[0]
+    unnoticed = {"run_dir", "variant", "inputs_from"}  # of the folder's name and of a message
+    assert {*re.findall(r"`([\w.]+)`", said)} == {*MAY_CHANGE} - unnoticed
+
+
+def test_the_example_of_a_sweep_is_one(tmp_path):
+    (block,) = (each for each in FENCE.findall((ROOT / "docs/recipes.md").read_text()) if "my_sweep" in each)
+    (tmp_path / "sweep.yaml").write_text("\n".join(block.splitlines()[1:-1]))
+    (tmp_path / "mine.yaml").write_text(f"extends: {ROOT}/recipes/tiny_cpu.yaml\n")
+    plan = Plan(load_sweep(tmp_path / "sweep.yaml"))
+    assert [recipe.sampling for recipe in plan.recipes()] == ["equal_length", "independent"]
 
 
 def test_links_of_pages_lead_to_what_the_site_has():

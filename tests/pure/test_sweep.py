@@ -76,10 +76,15 @@ def test_recipes_and_methods_may_have_fewer_seeds(sweep, capsys):
 
 
 @pytest.mark.parametrize("how", [["--dry-run"], ["--tables"], []])
-def test_a_table_of_a_benchmark_that_no_recipe_has_is_refused(sweep, capsys, how):
+def test_a_table_of_a_benchmark_and_a_chart_that_no_recipe_has_are_refused(sweep, capsys, how):
     text = SWEEP.replace("kind: difference,", "kind: difference, benchmarks: [sums, summs],")
     assert cli.main(["sweep", str(write_sweep(sweep.parent, text)), *how]) == 2
     assert "tables.1.benchmarks: expected some of sums, found 'summs'" in capsys.readouterr().err
+    text = SWEEP + 'charts: [Reward, "Accuracy on sums, %", Rewards]\n'
+    assert cli.main(["sweep", str(write_sweep(sweep.parent, text)), *how]) == 2
+    assert re.search(
+        r"charts: expected some of Accuracy on sums, %; .*found 'Rewards'", capsys.readouterr().err
+    )
 
 
 def test_a_second_call_starts_only_what_has_not_ended(sweep):

@@ -257,7 +257,7 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
 
 def _under_name(name: str, other: str, value: str, wanted: str) -> str | None:
     """Return the ``value`` of ``other`` as one of ``name``, whose own is ``wanted``; None if they name
-    different things. Names of a function of one variable are one: ``y``, ``y(x)``, ``f(x)``, ``f(t)``."""
+    different things. ``y`` and ``f(x)`` name one function, and so do ``f(x)`` and ``f(t)``."""
     if re.sub(r"[() ]", "", name) == re.sub(r"[() ]", "", other):
         return value
     calls = [_FUNCTION.fullmatch(each) for each in (name, other)]
