@@ -137,3 +137,6 @@ def _check(sweep: SweepRecipe) -> None:
     for key, names, known in chosen:
         if unknown := [name for name in names or () if name not in known]:
             raise ValueError(f"{key}: expected some of {', '.join(sorted(known))}, found {unknown[0]!r}")
+    for number, table in enumerate(sweep.tables):
+        if table.kind == "difference" and len({*(table.methods or (BASE, *labels))}) < 2:
+            raise ValueError(f"tables.{number}.methods: expected two or more, found {table.methods}")

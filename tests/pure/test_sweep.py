@@ -259,6 +259,7 @@ def test_the_papers_sweep_has_the_papers_methods():
     ("seeds: [0, 1, 2]", "seeds: [1, 1]", r"seeds: expected each once, found \[1, 1\]"),
     ("seeds: [0, 1, 2]", "seeds: [0]\nset: {{seed: 3}}", r"set.seed: has no effect"),
     ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
+    ("methods: [grpo, eqlen]", "methods: [grpo]", r"methods: expected two or more, found \['grpo'\]"),
     ("  mean: ", "  mean: {{label: EqLen}}\n  other: ", r"methods.\*.label: expected each once, .*'EqLen'"),
     ("  mean: ", "  mean: {{label: base}}\n  other: ", r"methods.\*.label: expected each once, .*'base'"),
     ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),

@@ -108,7 +108,8 @@ def is_stopped(pid: int) -> bool:
 
 def recorded(file: Path) -> list[str]:
     """Return the causes of the hangs that the run's record names ``file`` for."""
-    return [hang.cause for hang in read_state(file.parents[2]).hangs if hang.file == str(file)]
+    hangs = (hang.rpartition("; see ") for hang in read_state(file.parents[2]).hangs)
+    return [cause for cause, _, read_first in hangs if read_first == str(file)]
 
 
 def test_ranks_that_are_all_stopped_continue_and_one_that_is_stopped_alone_is_named(jobs):
