@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_eqlen.experiments.figures import MEASURES
-from megatron_eqlen.experiments.schema import OF_RUNS, OF_RUNS_ONLY, SweepRecipe
+from megatron_eqlen.experiments.figures import ACCURACY, MEASURES
+from megatron_eqlen.experiments.schema import OF_RUNS, OF_RUNS_ONLY, SweepRecipe, require_known
 from megatron_eqlen.job import load
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import Recipe, RecipeError
@@ -115,12 +115,9 @@ class Plan:
             if (other := seen.setdefault(made, group)) != group:
                 raise RecipeError(f"{other} and {group}: expected methods that differ, found the same recipe")
         known = {benchmark.name for recipe in recipes for benchmark in recipe.evaluation.benchmarks}
-        chosen = [("charts", self.sweep.charts, {*MEASURES, *map("Accuracy on {}, %".format, known)})]
-        chosen += [(f"tables.{n}.benchmarks", t.benchmarks, known) for n, t in enumerate(self.sweep.tables)]
-        for key, names, known in chosen:
-            if unknown := [name for name in names or () if name not in known]:
-                expected = f"some of {'; '.join(sorted(known)) or 'none'}"
-                raise RecipeError(f"{key}: expected {expected}, found {unknown[0]!r}")
+        require_known("charts", self.sweep.charts, sorted({*MEASURES, *map(ACCURACY.format, known)}))
+        for number, table in enumerate(self.sweep.tables):
+            require_known(f"tables.{number}.benchmarks", table.benchmarks, sorted(known))
         return recipes
 
     def references(self, cell: Cell) -> list[Cell]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
+from megatron_eqlen.experiments.schema import require_known
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD
 from megatron_eqlen.report.metrics import Columns
@@ -20,6 +21,8 @@ from megatron_eqlen.report.metrics import Columns
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ACCURACY = "Accuracy on {}, %"
+"""Title of a benchmark's chart."""
 POINTS = 40
 """Points of a curve: if the seeds' own points differ, each seed's curve is interpolated to the same ones."""
 WINDOW = 10
@@ -86,7 +89,7 @@ def read_curves(folder: Path, axis: str) -> dict[str, Curve]:
         # An evaluation has a place only if its step was recorded.
         there = np.isin(begun, [*at])
         values = np.array([at[step] for step in begun[there].astype(int).tolist()])
-        curves[f"Accuracy on {name}, %"] = spent[there], values
+        curves[ACCURACY.format(name)] = spent[there], values
     for title, (names, made) in MEASURES.items():
         values = columns.first_of(names)
         # Steps without the metric, and values that cannot be made there, leave no point.
@@ -109,8 +112,7 @@ def curves(
     # Titles that have points in some run, each once, in order.
     known = dict.fromkeys(t for s in runs.values() for run in s for t, line in run.items() if len(line[0]))
     known = sorted(known, key=lambda title: title in MEASURES)  # accuracies first
-    if unknown := [title for title in titles or () if title not in known]:
-        raise ValueError(f"charts: expected some of {'; '.join(known)}, found {unknown[0]!r}")
+    require_known("charts", titles, known)
     x_name = UNITS[axis] if axis != "steps" else "step"
     charts: dict[str, dict[str, MethodCurve]] = {}
     for title in titles or known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +94,13 @@ def load_sweep(path: Path) -> SweepRecipe:
     return sweep.model_copy(update={"recipes": files})
 
 
+def require_known(key: str, names: Iterable[str] | None, known: Sequence[str]) -> None:
+    """Raise RecipeError for a name that is not ``known``."""
+    if unknown := [name for name in names or () if name not in known]:
+        between = "; " if any("," in name for name in known) else ", "
+        raise RecipeError(f"{key}: expected some of {between.join(known) or 'none'}, found {unknown[0]!r}")
+
+
 OF_RUNS = {"seed", "run_dir"}
 OF_RUNS_ONLY = "has no effect: each run of a sweep has its own (seeds)"
 
@@ -135,8 +143,7 @@ def _check(sweep: SweepRecipe) -> None:
         chosen.append((f"tables.{number}.methods", table.methods, {BASE, *sweep.methods}))
         chosen.append((f"tables.{number}.recipes", table.recipes, {*stems}))
     for key, names, known in chosen:
-        if unknown := [name for name in names or () if name not in known]:
-            raise ValueError(f"{key}: expected some of {', '.join(sorted(known))}, found {unknown[0]!r}")
+        require_known(key, names, sorted(known))
     for number, table in enumerate(sweep.tables):
         if table.kind == "difference" and len({*(table.methods or (BASE, *labels))}) < 2:
             raise ValueError(f"tables.{number}.methods: expected two or more, found {table.methods}")

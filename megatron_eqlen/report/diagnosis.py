@@ -69,7 +69,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
         return
     # was anything trained, and do nearly all responses end without an answer?
     units = last.get("objective/units") or 0
-    # where the teacher alone gives advantages, no rewards could
+    # equal rewards are no cause where the teacher alone gives advantages
     equal = last.get("objective/zero_advantage_fraction") == 1 and recipe.loss.advantage != "none"
     idle = not last.get("train/updates") or equal or not units
     many = max(last.get("reward/verdict/no_answer") or 0, last.get("harvest/truncated_fraction") or 0) > MOST

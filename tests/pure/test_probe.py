@@ -361,7 +361,7 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
 
 
 def test_the_audit_asks_for_the_advantages_of_a_changes_own_tokens():
-    """Of two lines one forks after two tokens; truths are the advantages of RLOO, or their mean."""
+    """One of two lines forks after two tokens; truths are the advantages of RLOO, or their mean."""
     ends = [Part(Tokens.of([2, 0], [-0.5] * 2), "stop", Grade(reward, "")) for reward in (0.0, 1.0, 0.0)]
     parts = [Part(Tokens.of([1, 2], [-0.5] * 2)), *ends]
     tree = kit.tree(QUESTION, 0, parts, [-1, -1, 0, 0])
@@ -486,7 +486,7 @@ def test_what_is_undecided_is_the_unbiased_variance_and_linear_between_places():
     assert left == pytest.approx([1 / 2, 3 / 8, 1 / 4, 1 / 8, 0])
 
 
-def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
+def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null(tmp_path):
     """One continuation of the prompt has a reward, then none of the response's last place."""
     settings = SAMPLINGS["independent"]
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
@@ -501,6 +501,8 @@ def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
             reward = settings.reward.model_copy(update={"on_error": on_error})
             results.append(look([found], kind, Job(settings.model_copy(update={"reward": reward})), str))
         assert json.loads(json.dumps(as_json(results[-2])), parse_constant=pytest.fail)
-        assert "quarters of a response: no reward varies" in tables(results[-1])
+        page = write_probe_page(tmp_path / "probe.html", 1, results[-1], settings).read_text()
+        for shown in (tables(results[-1]), page):
+            assert "by quarters of a response: no reward varies" in shown
     counts = [[len(row["stretches"]) for row in result["responses"]] for result in results]
     assert counts == [[], [1], [2], [3]]

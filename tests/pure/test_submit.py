@@ -112,6 +112,8 @@ def test_servers_are_a_component_of_their_own(capsys):
     assert servers.items() >= expected.items()
     assert called(text) == ["exec", "bash", str(ROOT / "slurm/het.sbatch"), LARGE, *more]
     assert "rollout.engine=server" in trainer["--output"], "the folder of the run, which has that override"
+    assert cli.main(["plan", LARGE, "--servers", "2", *more]) == 0
+    assert "eqlen submit RECIPE [KEY=VALUE ...] --servers 2\n" in capsys.readouterr().out
 
 
 def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, here, monkeypatch, capsys):
