@@ -33,7 +33,7 @@ def train(arguments: argparse.Namespace) -> int:
     folder.check(recipe)
     # The process that starts the ranks, and rank 0 again, which finds it done.
     if arguments.start and os.environ.get("RANK", "0") == "0":
-        folder.begin_from(arguments.start, recipe.rollout.carry_over)
+        folder.begin_from(arguments.start, recipe)
     from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
 
     if is_complete(folder.path, recipe):

@@ -114,9 +114,9 @@ def compare_runs(
     # Leave out tables without a column beside method and seeds: runs without benchmarks have no accuracy.
     tables = [table for table in tables if table.rows and len(table.rows[0]) > 1 + (SEEDS in table.rows[0])]
     notes = budget_notes(groups)
-    print(markdown(tables, notes))
     if out is not None:
-        write(out, tables, notes, groups, over, charts)
+        write(out, tables, notes, groups, over, charts)  # which refuses charts that are none
+    print(markdown(tables, notes))
 
 
 def write(
@@ -130,19 +130,21 @@ def write(
     """Write ``tables.md``, ``tables.json`` and, for each model, ``figures-MODEL.svg``; return their paths.
     ``groups``: those whose curves are drawn, over ``axis`` (a key of ``UNITS``; default: the cost at which
     they are compared); ``charts``: titles of the charts, default all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "tables.md", folder / "tables.json"]
-    write_text(paths[0], markdown(tables, notes) + "\n")
     record = {"tables": [asdict(table) for table in tables], "notes": list(notes)}
-    write_text(paths[1], json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    texts = {
+        "tables.md": markdown(tables, notes) + "\n",
+        "tables.json": json.dumps(record, indent=1, ensure_ascii=False) + "\n",
+    }
     axis = axis or compared_cost(groups)
     for model in dict.fromkeys(group.model for group in groups):
         methods = {g.method: [run.folder for run in g.runs] for g in groups if g.model == model}
         # Before training there is no curve.
         methods.pop(BASE, None)
-        paths.append(folder / f"figures-{model}.svg")
-        write_text(paths[-1], sheet(f"{model}, over {UNITS[axis]}", *curves(methods, axis, charts)))
-    return paths
+        texts[f"figures-{model}.svg"] = sheet(f"{model}, over {UNITS[axis]}", *curves(methods, axis, charts))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
 
 
 # ---- rows -------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen import files
+from megatron_eqlen.metrics import spent
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
@@ -130,9 +131,10 @@ class RunFolder:
         """Store the recipe that the run follows: of a run that has begun once nothing refuses it."""
         files.write_text(self.recipe, dump(recipe))
 
-    def begin_from(self, source: str, carries: bool) -> None:
+    def begin_from(self, source: str, recipe: Recipe) -> None:
         """Begin after ``source``, RUN@STEP, unless it has begun: copy the checkpoint, the metrics, the first
-        evaluation and, if the run ``carries`` rollouts over, the step's record. Raises RecipeError."""
+        evaluation and, if rollouts are carried over, the step's record. Raises RecipeError, also where the
+        limits of ``recipe`` are reached there."""
         begun = self.sources
         run, _, step = source.rpartition("@") if "@" in source else (source, "", "")
         if checkpoint_folder.latest(self.checkpoints) or not self.is_empty() or {*begun} - {source}:
@@ -145,11 +147,16 @@ class RunFolder:
         if not step.isdecimal() or int(step) not in kept:
             found = ", ".join(map(str, kept)) or "none"
             raise RecipeError(f"--from: expected RUN@STEP, one of its checkpoints ({found}), found {source}")
+        records = read_newest(Path(run), sys.maxsize)
+        done = spent(int(step), next((each for each in records if each["step"] == int(step)), {}))
+        if by := recipe.budget.ended_by(done):
+            there = f"expected a limit beyond {source}, found {recipe.budget.outcome(done)}"
+            raise RecipeError(f"{by}: {there}: this run would end before its first step")
         files.refuse_unwritable(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         with closing(Hold(self.path)):  # of two starts one copies, and the other one finds it begun
             if checkpoint_folder.latest(self.checkpoints):
-                self.begin_from(source, carries)  # perhaps from something else
+                self.begin_from(source, recipe)  # perhaps from something else
                 return
             files.remove_partial(self.checkpoints)  # of a start that was killed
             events.append(self.path, "from", text=source)
@@ -158,7 +165,7 @@ class RunFolder:
                     (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(file, self.path / name)
             record = Path(run) / "streams" / files.step_name(int(step) - 1)
-            if carries:
+            if recipe.rollout.carry_over:
                 files.copy_folder(record, self.streams / record.name)
             checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
 

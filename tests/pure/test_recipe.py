@@ -21,6 +21,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job, load, parse
+from megatron_eqlen.metrics import COST_METRICS
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.checkpoint_folder import CheckpointError
 from megatron_eqlen.objectives.checks import remarks
@@ -45,6 +46,10 @@ SMALL = {
     "model": {"path": "m"},
     "data": {"sources": [{"name": "a", "path": "b"}], "max_prompt_length": 100},
     "rollout": {"max_response_length": 100},
+}
+CARRYING = {
+    "rollout": SMALL["rollout"] | {"tokens_per_step": 1000, "carry_over": True, "keep_sampling_mask": True},
+    "loss": {"rollout_is": "token"},
 }
 
 
@@ -765,15 +770,16 @@ def run_of_three_steps(folder: Path) -> Path:
 @pytest.mark.parametrize("carries", [True, False])
 def test_a_run_that_begins_from_a_step_has_what_was_known_then_and_no_damaged_weights(tmp_path, carries):
     source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
-    folder = RunFolder(small(run_dir=str(run)))
+    recipe = small(run_dir=str(run), **(CARRYING if carries else {}))
+    folder = RunFolder(recipe)
     (weights := source / "checkpoints/step-00000002/common.pt").write_text("step-0000000!")
     with pytest.raises(CheckpointError, match=r"common\.pt: damaged: expected crc32"):
-        folder.begin_from(f"{source}@2", carries)
+        folder.begin_from(f"{source}@2", recipe)
     weights.write_text("step-00000002")
     half = run / "checkpoints/.step-00000002.partial"  # a start that was killed while it copied
     half.mkdir()
     (half / "common.pt").write_text("step")
-    folder.begin_from(f"{source}@2", carries)
+    folder.begin_from(f"{source}@2", recipe)
     checkpoint = [f"checkpoints/step-00000002/{name}" for name in ("common.pt", "manifest.json")]
     expected = {"events.jsonl", "metrics.jsonl", "evaluation/before.json", "checkpoints/latest", ".lock"}
     expected |= {*checkpoint}
@@ -790,7 +796,8 @@ def test_a_run_can_write_to_what_it_copied_of_a_run_that_is_kept_read_only(tmp_p
     (kept / "tools").symlink_to(tmp_path / "tools")
     for path in (*source.rglob("*"), source):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    RunFolder(small(run_dir=str(run))).begin_from(f"{source}@2", carries=True)
+    recipe = small(run_dir=str(run), **CARRYING)
+    RunFolder(recipe).begin_from(f"{source}@2", recipe)
     copied = run / "streams/step-00000001/environments/tools"
     assert not copied.is_symlink()
     assert os.access(copied / "run.sh", os.X_OK), "a state's programs stay programs"
@@ -799,45 +806,68 @@ def test_a_run_can_write_to_what_it_copied_of_a_run_that_is_kept_read_only(tmp_p
 
 def test_a_run_whose_copying_of_a_step_was_killed_does_not_begin_without_it(tmp_path, monkeypatch):
     source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
-    folder = RunFolder(small(run_dir=str(run)))
+    folder = RunFolder(recipe := small(run_dir=str(run)))
     with monkeypatch.context() as killed:
         killed.setattr(checkpoint_folder, "copy", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            folder.begin_from(f"{source}@2", carries=True)
+            folder.begin_from(f"{source}@2", recipe)
     expected = f"holds no checkpoint, but this run begins from {source}@2: give --from {source}@2, give"
     assert expected in (folder.lost_checkpoints() or "")
-    folder.begin_from(f"{source}@2", carries=True)
+    folder.begin_from(f"{source}@2", recipe)
     assert checkpoint_folder.latest(folder.checkpoints)
 
 
 def test_of_two_starts_from_other_steps_the_later_one_is_refused(tmp_path, monkeypatch):
     source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
-    folder = RunFolder(small(run_dir=str(run)))
+    folder = RunFolder(recipe := small(run_dir=str(run), steps=4))
 
     def after_another(path: Path) -> Hold:
         monkeypatch.setattr(run_folder, "Hold", Hold)
-        folder.begin_from(f"{source}@3", carries=False)  # while this one waits
+        folder.begin_from(f"{source}@3", recipe)  # while this one waits
         return Hold(path)
 
     monkeypatch.setattr(run_folder, "Hold", after_another)
     with pytest.raises(RecipeError, match=r"source@2: .*/run has begun, .*/source@3$"):
-        folder.begin_from(f"{source}@2", carries=False)
+        folder.begin_from(f"{source}@2", recipe)
 
 
 def test_a_run_that_has_only_copied_the_step_it_begins_from_takes_another_recipe(tmp_path):
     source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
-    recipe, other = (small(run_dir=str(run), model={"path": path}) for path in ("refused", "right"))
+    recipe, other = (
+        small(run_dir=str(run), model={"path": path}, **CARRYING) for path in ("refused", "right")
+    )
     for each in (recipe, recipe, other):
         folder = RunFolder(each)
-        folder.begin_from(f"{source}@2", carries=True)
+        folder.begin_from(f"{source}@2", each)
         folder.open(each).close()
         assert f"path: {each.model.path}" in folder.recipe.read_text()
     for own in ("streams/step-00000002", "checkpoints/step-00000003", "evaluation/after.json", "export"):
         (run / own).mkdir()
-        RunFolder(other).begin_from(f"{source}@2", carries=True)
+        RunFolder(other).begin_from(f"{source}@2", other)
         with pytest.raises(RecipeError, match="'right' -> 'refused'"):
             RunFolder(recipe).check(recipe)
         (run / own).rmdir()
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [
+        ({"steps": 2}, "steps: expected a limit beyond .*source@2, found 2 of 2 steps: this run would end"),
+        ({"steps": 9, "gpu_hours": 0.25}, "gpu_hours: expected .*found 2 of 9 steps, 0.5 of 0.25 GPU"),
+    ],
+)
+def test_a_run_is_refused_whose_limit_was_reached_at_the_step_that_it_begins_from(tmp_path, limit, found):
+    source, run = run_of_three_steps(tmp_path / "source"), tmp_path / "run"
+    lines = [
+        {"step": step, "time": 0.0, COST_METRICS["gpu_hours"]: hours} for step, hours in ((1, 0.2), (2, 0.5))
+    ]
+    (source / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = small(run_dir=str(run), **limit)
+    with pytest.raises(RecipeError, match=found):
+        RunFolder(recipe).begin_from(f"{source}@2", recipe)
+    assert not run.exists()
+    RunFolder(recipe).begin_from(f"{source}@2", small(run_dir=str(run), steps=3, gpu_hours=0.6))
+    assert (run / "checkpoints/step-00000002").is_dir()
 
 
 def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tmp_path):

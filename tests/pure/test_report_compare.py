@@ -90,7 +90,13 @@ def test_methods_side_by_side(tmp_path, capsys):
     words = ["compare", str(tmp_path), "--out", str(tmp_path / "compared"), "--over", "steps", "--charts"]
     assert cli.main([*words, "Accuracy on aime25, %"]) == 0
     assert "over steps" in svg.read_text()
+    capsys.readouterr()
+    written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "compared").iterdir()}
     assert cli.main([*words, "Reward"]) == 2, "no run has recorded one"
+    assert "### " not in capsys.readouterr().out, (
+        "what is asked for is refused before anything is shown or written"
+    )
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "compared").iterdir()} == written
     assert cli.main(["compare", str(tmp_path), "--over", "steps"]) == 2, "nothing is drawn"
 
 
