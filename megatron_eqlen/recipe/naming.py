@@ -64,6 +64,8 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
 def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
     """Return ``{"loss.kl_coef": (old, new)}`` for keys whose values differ; None: a missing value."""
     old, new = leaves(before), leaves(after)
+    # an empty section or list that has got items: they alone differ
+    old = {key: value for key, value in old.items() if key in new or value not in ({}, [])}
     return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
 
 

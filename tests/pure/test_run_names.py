@@ -43,6 +43,8 @@ overrides = (
     (("group_size=4",), "eqlen-grpo-group_size=4-seed0"),
     (("loss.kl_coef=0", "group_size=4", "seed=2"), "eqlen-grpo-group_size=4,loss.kl_coef=0.0-seed2"),
     (("objective=dapo", "sampling=independent"), "dapo-seed0"),
+    (("model.megatron={weight_decay: 0.1}",), "eqlen-grpo-model.megatron.weight_decay=0.1-seed0"),
+    (("model.megatron.weight_decay=0.1",), "eqlen-grpo-model.megatron.weight_decay=0.1-seed0"),
     (("equal_length.max_pairs=1",), "eqlen-grpo-single-pair-equal_length.max_pairs=1-seed0"),
 ])  # fmt: skip
 def test_a_folders_name_says_what_the_command_line_changed(given_, folder):
