@@ -178,7 +178,8 @@ def chat(value: Any) -> list[Turn]:
             content = ""
         if role is None or not isinstance(content, str):
             expected = "role and content, or from and value,"
-            raise ValueError(f"expected {expected} with a role of {', '.join(ROLES)}, found {turn!r:.200}")
+            roles = f"a role of {', '.join(ROLES)} and text, no images"
+            raise ValueError(f"expected {expected} with {roles}, found {turn!r:.200}")
         turns.append({"role": role, "content": content, **more})
     return turns
 

@@ -224,6 +224,7 @@ def test_a_part_of_a_turn_that_is_no_text_is_no_text(tmp_path):
         ]
         (read,) = open_source(rows_in(tmp_path, rows), tally)
         assert (read.question, tally.dropped) == ("What is shown?", {"bad_messages": 1})
+        assert "and text, no images, found {" in tally.first["bad_messages"]
 
 
 def test_in_parquet_a_call_has_its_own_arguments_alone(tmp_path):
