@@ -202,7 +202,7 @@ def test_an_unscored_response_is_refused_by_name():
      r"rollout_rs.seq_max_k2: expected one number.*\[0.5, 2.0\]"),
     ({"loss__rollout_rs": {"seq_max_k1": 2}}, "seq_max_k1"),
     ({"objective": "cispo", "loss__clip_ratio_c": 3.0}, "cispo clips only the "),
-    ({"loss__clip_ratio_c": 0.9}, "loss.clip_ratio_c: 0.9: expected a bound above 1"),
+    ({"loss__clip_ratio_c": 1.0}, "loss.clip_ratio_c: 1.0: expected a bound above 1"),
     ({"objective": "p-gspo"}, "p-gspo is not here: its paper was withdrawn"),
     ({"objective": "T2T"}, "T2T is not here: the equations of its paper .* are not transcribed"),
     ({"objective": "lspo"}, "sampling: equal_length: its responses share prefixes"),

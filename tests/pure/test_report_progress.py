@@ -33,10 +33,10 @@ def display(**keys) -> tuple[Progress, io.StringIO]:
 def test_a_log_gets_one_plain_line_a_step():
     progress, out = display()
     progress.resume(Spent())
-    progress.say("before: avg@8 43.1% [39.0, 47.2]")
+    progress.say("before: avg@8 43.1% [39.0, 47.2], found ['x'] in [/runs/a]")
     run_steps(progress, range(1, 30))
     lines = out.getvalue().splitlines()
-    assert lines[0] == "before: avg@8 43.1% [39.0, 47.2]"
+    assert lines[0] == "before: avg@8 43.1% [39.0, 47.2], found ['x'] in [/runs/a]", "brackets are no markup"
     assert lines[-1] == (
         "step 29/30  reward 0.512  pairs/stream 2.25  length 96.3  mismatch KL 1.3e-06  "
         "rollout 812 tok/s  train 14.2k tok/s  4.0 s  4 s left"

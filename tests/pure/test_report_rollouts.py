@@ -15,7 +15,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.report.rollouts import RolloutView, Training, texts_of, view
+from megatron_eqlen.report.rollouts import SHOWN, RolloutView, Training, texts_of, view
 from megatron_eqlen.report.text import print_rollouts, recipe_of
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
@@ -129,6 +129,16 @@ def test_prompts_that_dynamic_sampling_dropped_are_not_trained():
     training = Training([dull, group], Job(recipe(Path("model"), **changes)))
     assert uses(view(dull, as_ids, training)) == ["not trained"] * 3
     assert uses(view(group, as_ids, training)) == ["trained"] * 3
+
+
+def test_a_page_shows_few_prompts_and_first_those_that_taught():
+    asked = Job(recipe(Path("model"), sampling="independent", loss={"kl_coef": 0.0}))
+    groups = [dataclasses.replace(example_group(), prompt=prompt(number)) for number in range(SHOWN + 2)]
+    for dull in (0, 1):
+        groups[dull].parts[0].grade = WRONG
+    again = dataclasses.replace(groups[-1], index=1)
+    shown = Training([*groups, again], asked).telling([*groups, again])
+    assert [rollout.prompt_id for rollout in shown] == [group.prompt_id for group in groups[2:]]
 
 
 def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
