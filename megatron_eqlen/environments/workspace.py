@@ -37,6 +37,7 @@ from megatron_eqlen.graders.sandbox.client import CommandEnd, SandboxPool, folde
 from megatron_eqlen.graders.sandbox.command import CommandLimits, FolderError
 from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, PYTHON, commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation
+from megatron_eqlen.recipe.contents import commit, repository
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt
 
@@ -299,28 +300,11 @@ def require_templates(golds: Mapping[str, str], options: Mapping[str, Any]) -> i
     """Return how many templates ``options`` name with ``{gold}``. Raises ValueError if one is missing."""
     keys = [key for key in TEMPLATES if "{gold}" in str(options.get(key))]
     named = {_with_gold(options[key], gold): (key, row) for gold, row in golds.items() for key in keys}
-    if missing := [name for name in named if not _is_there(name)]:
+    if missing := [name for name in named if not (os.path.exists(name) or commit(name))]:
         key, row = named[missing[0]]
         found = f"none at {missing[0]} ({len(missing)} of {len(named)} are missing)"
         raise ValueError(f"{KEY}.{key}: {row}: expected a template, found {found}")
     return len(named)
-
-
-def _is_there(name: str) -> bool:
-    if (at := _repository(name)) is None:
-        return os.path.exists(name)
-    git, commit = at
-    return subprocess.run([*git, "ls-tree", "--end-of-options", commit], capture_output=True).returncode == 0
-
-
-def _repository(name: str) -> tuple[list[str], str] | None:
-    """Return git in the repository of ``repository@commit``, and the commit; None for a folder or file."""
-    path = "" if os.path.exists(name) else name
-    while "@" in path:  # a branch may have one in its name, and so may a folder
-        path = path.rpartition("@")[0]
-        if os.path.isdir(path) and (commit := name[len(path) + 1 :]):
-            return ["git", "-c", "safe.directory=*", "-C", path], commit
-    return None
 
 
 def _with_gold(name: str, gold: str) -> str:
@@ -339,10 +323,10 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
         try:
             if os.path.isdir(name):
                 place = name
-            elif (at := _repository(name)) is not None:
-                git, commit = at
+            elif (at := repository(name)) is not None:
+                git, named = at
                 # A commit that begins with a dash is no option.
-                command = [*git, "archive", "--format=tar", "--end-of-options", commit]
+                command = [*git, "archive", "--format=tar", "--end-of-options", named]
                 archive = subprocess.run(command, capture_output=True, check=True).stdout
                 _unpack(io.BytesIO(archive), place, folder_mb << 20)
             else:

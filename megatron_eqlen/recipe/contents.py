@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,24 @@ def contents(path: Path, hidden: str = ".") -> Contents:
     names = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
     shown = {name: file for name, file in names.items() if not any(p.startswith(hidden) for p in name.parts)}
     return {str(name): _digest(file) for name, file in shown.items()}
+
+
+def repository(name: str) -> tuple[list[str], str] | None:
+    """Return git in the repository of ``repository@commit``, and the commit; None for a folder or file."""
+    path = "" if os.path.exists(name) else name
+    while "@" in path:  # a branch may have one in its name, and so may a folder
+        path = path.rpartition("@")[0]
+        if os.path.isdir(path) and (commit := name[len(path) + 1 :]):
+            return ["git", "-c", "safe.directory=*", "-C", path], commit
+    return None
+
+
+def commit(name: str) -> Contents:
+    """Return the digest of what ``repository@commit`` of Git holds; a branch may move. None: no digest."""
+    if (at := repository(name)) is None:
+        return {}
+    tree = subprocess.run([*at[0], "ls-tree", "--end-of-options", at[1]], capture_output=True)
+    return {} if tree.returncode else {"": hashlib.sha256(tree.stdout).hexdigest()}
 
 
 def weights(model: Path) -> Contents:

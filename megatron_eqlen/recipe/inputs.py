@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_eqlen.hf.dataset_files import choose_files, read_card
 from megatron_eqlen.hf.hub import HubError, HubRepo, is_name, model_files
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe, RecipeError, SourceRecipe
-from megatron_eqlen.recipe.contents import contents, keep_same
+from megatron_eqlen.recipe.contents import commit, contents, keep_same
 from megatron_eqlen.recipe.keys import all_keys
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.recipe.naming import leaves
@@ -145,10 +145,11 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
     opened = {key: text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
     paths |= {text for text in opened.values() if os.path.isfile(text)}
     # Folders of other options may change, such as caches; with {gold}, a task for each row, they may be huge.
-    tasks = {text for key, text in opened.items() if key in TASK_FOLDERS and os.path.isdir(text)}
+    tasks = {text for key, text in opened.items() if key in TASK_FOLDERS and not os.path.isfile(text)}
     own = {text: digests(text) for text in sorted(set(texts.values())) if OBJECT.fullmatch(text)}
     found = {path: contents(Path(path)) for path in sorted(paths)}
-    keep_same(run, found | {path: contents(Path(path), ".git") for path in sorted(tasks)} | own)
+    found |= {path: contents(Path(path), ".git") or commit(path) for path in sorted(tasks)}
+    keep_same(run, found | own)
 
 
 def _inputs(recipe: Recipe) -> dict[str, Input]:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,6 +129,34 @@ def test_a_resume_names_the_file_of_a_task_that_was_replaced(inputs, tmp_path, k
     (tmp_path / "tasks/one" / name).touch()
     with pytest.raises(ContentsError, match=re.escape(f"began with other inputs: tasks/one/{name} is new")):
         keep_inputs(tmp_path / "run", workspace)
+
+
+def test_a_resume_names_the_branch_of_tasks_that_has_moved(inputs, tmp_path):
+    def git(*words):
+        named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", tmp_path / "tasks", *named, *words], check=True, capture_output=True)
+
+    def commit(text):
+        (tmp_path / "tasks/src/task.py").write_text(text)
+        git("add", ".")
+        git("commit", "--message", text)
+
+    (tmp_path / "tasks/src").mkdir(parents=True)
+    git("init", "--initial-branch=main")
+    commit("one")
+    options = {"template": "tasks@main:src", "hidden": "tasks@main~0", "expected": "tasks@{gold}"}
+    environment = inputs.environment.model_copy(update={"name": "workspace", "options": options})
+    workspace = inputs.model_copy(update={"environment": environment})
+    keep_inputs(tmp_path / "run", workspace)
+    git("commit", "--allow-empty", "--message", "the same files")
+    keep_inputs(tmp_path / "run", workspace)
+    commit("two")
+    with pytest.raises(
+        ContentsError, match="inputs: tasks@main:src has changed, tasks@main~0 has changed; put"
+    ):
+        keep_inputs(tmp_path / "run", workspace)
+    git("reset", "--hard", "HEAD~1")
+    keep_inputs(tmp_path / "run", workspace)
 
 
 def test_a_resume_does_not_mind_a_comment(inputs, tmp_path):
