@@ -8,6 +8,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from megatron_eqlen.processes.cores import share_cores
 from megatron_eqlen.processes.quiet import quiet
 
 BENCHMARKS = {
@@ -27,6 +28,7 @@ def main() -> None:
     chooser.add_argument("name", choices=BENCHMARKS)
     name = chooser.parse_args(sys.argv[1:2]).name
     quiet()
+    share_cores()
     sys.path.insert(0, str(Path(__file__).parents[1]))
     benchmark = importlib.import_module(f"tools.benchmarks.{name}")
     parser = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHMARKS[name])

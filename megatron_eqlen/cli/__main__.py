@@ -36,9 +36,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
+    from megatron_eqlen.processes.cores import share_cores
     from megatron_eqlen.processes.quiet import keep_bytecode, quiet
 
     keep_bytecode()
+    share_cores()
     from megatron_eqlen.processes import failures
 
     arguments = _parse(argv)

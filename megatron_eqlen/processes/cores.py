@@ -10,6 +10,12 @@ from pathlib import Path, PurePosixPath
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
+def share_cores() -> None:
+    """Let OpenMP's threads sleep while they wait for each other. By default they spin: on cores that others
+    use, too, that takes most of the time. Call before torch is imported; child processes inherit it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the cores of one rank if ``ranks_on_node`` ranks share the node; at least 1.
     ``SLURM_CPUS_PER_TASK`` is of a task: a rank (srun) or the launcher of several (torchrun)."""

@@ -1,8 +1,10 @@
-"""The number of grader processes that a rank starts: limited by scheduler, container and SLURM."""
+"""Cores: how many a rank's graders get from scheduler, container and SLURM, and how its threads wait."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,16 @@ def test_the_least_memory_limit_of_the_cgroups_around_a_process_counts(tmp_path)
     }
     write(files)
     assert memory_limit(proc, cgroups) == 2000
+
+
+@pytest.mark.parametrize(("asked", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_leave_their_core_to_others_unless_the_user_says_otherwise(asked, policy):
+    """GNU's OpenMP prints its settings when torch loads it."""
+    script = "from megatron_eqlen import main; print(main(['report', 'no/run'])); import torch"
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environ |= {"OMP_DISPLAY_ENV": "TRUE"} | ({"OMP_WAIT_POLICY": asked} if asked else {})
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "2\n", "a command has begun, and has found no run"
+    assert f"OMP_WAIT_POLICY = '{policy}'" in ended.stderr

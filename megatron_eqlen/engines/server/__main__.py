@@ -9,6 +9,7 @@ import sys
 
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.processes.cores import share_cores
 from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.processes.quiet import VERBOSE, keep_bytecode, quiet
 from megatron_eqlen.recipe import Recipe, layout
@@ -56,6 +57,7 @@ def main() -> None:
     layout.require(layout.engine(recipe.rollout, read_config(local_path(recipe.model))))
     quiet()
     keep_bytecode()
+    share_cores()
     command, environ = server_command(recipe, args.port, args.host)
     print(f"vLLM server of {recipe.model.path} on port {args.port}; {VERBOSE}=1 shows its log", flush=True)
     os.execve(command[0], command, os.environ | environ)
