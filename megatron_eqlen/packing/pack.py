@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_eqlen.packing.arrays import check_loss_arrays
+from megatron_eqlen.packing.checks import check_loss_arrays
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.processes.collector import collector_paused
@@ -124,8 +124,8 @@ class Packing:
 class RankRows(Sequence[Row]):
     """Rows of a data-parallel rank, each filled when it is read, so that few are in memory at once."""
 
-    def __init__(self, planned: Packing, plans: list[RowPlan], for_loss: bool) -> None:
-        self.planned, self._plans, self._for_loss = planned, plans, for_loss
+    def __init__(self, packing: Packing, plans: list[RowPlan], for_loss: bool) -> None:
+        self.packing, self._plans, self._for_loss = packing, plans, for_loss
         self.agreement: Metrics | None = None
         """Agreement of the engine's experts with those of the first pass; None before it."""
         self.others: dict[str, list[np.ndarray]] = {}
@@ -135,7 +135,7 @@ class RankRows(Sequence[Row]):
         return len(self._plans)
 
     def __getitem__(self, at: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride] (no slices)
-        row = self.planned.fill(self._plans[at], self._for_loss)
+        row = self.packing.fill(self._plans[at], self._for_loss)
         # [S] float64 from values at the supervised positions
         row.others = {policy: np.zeros(len(row.labels)) for policy, known in self.others.items() if known}
         for policy, column in row.others.items():

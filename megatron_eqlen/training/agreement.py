@@ -59,7 +59,7 @@ def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     # reading a row fills it again, so only the row with the peak is read
     row, at = rows[number], supervised_positions(rows[number])[int(differences[number].argmax())]
     segment = int(row.segment_ids[at])
-    tree, node = rows.planned.forest.of_segment(segment)
+    tree, node = rows.packing.forest.of_segment(segment)
     return peaks[number], f"token {(row.segment_ids[:at] == segment).sum()} of node {node} of tree {tree!r}"
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.metrics import at_once
-from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
+from megatron_eqlen.packing.checks import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import gather, host
 from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
@@ -99,56 +99,56 @@ def _hops(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnSh
 
 
 def exchange(
-    planned: Packing, placements: Sequence[Placement], model: ModelConfig
+    packing: Packing, placements: Sequence[Placement], model: ModelConfig
 ) -> tuple[Packing, Metrics]:
-    """Return the plan with the tokens of all nodes that this rank trains, and metrics over all ranks.
+    """Return the packing with the tokens of all nodes that this rank trains, and metrics over all ranks.
     ``placements``: one per rank. Collective. Raises TreeError if columns of the path do not fit the model."""
-    planned, experts = exchange_tokens(planned, placements), model.experts
-    if not planned.forest.has_path_columns.any():
-        return planned, {}
+    packing, experts = exchange_tokens(packing, placements), model.experts
+    if not packing.forest.has_path_columns.any():
+        return packing, {}
     shape = (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0)
     # every rank knows all shapes, so all raise or none
-    check_route_shapes(planned.forest, shape)
+    check_route_shapes(packing.forest, shape)
     assert experts is not None
     started = time.perf_counter()
-    planned, received = exchange_paths(planned, placements)
+    packing, received = exchange_paths(packing, placements)
     metrics = {
         "exchange/routes_seconds": time.perf_counter() - started,
         "exchange/routes_bytes": float(received),
     }
     # values can be checked where they have arrived
-    needed, _ = planned.needed(placements[dist.get_rank()].data_parallel)
-    check_routes(planned.forest, needed, experts.num_experts)
-    return planned, at_once(gather([metrics]))
+    needed, _ = packing.needed(placements[dist.get_rank()].data_parallel)
+    check_routes(packing.forest, needed, experts.num_experts)
+    return packing, at_once(gather([metrics]))
 
 
-def exchange_tokens(planned: Packing, placements: Sequence[Placement]) -> Packing:
-    """Return the plan with the columns of this rank's nodes, except those of paths. Collective."""
-    if not (planned.forest.home >= 0).any():
-        return planned
-    nodes, home, hops = [*planned.forest.nodes], planned.forest.home, list[Hops]()
-    for index in range(len(planned.ranks)):
-        needed, trained = planned.needed(index)
+def exchange_tokens(packing: Packing, placements: Sequence[Placement]) -> Packing:
+    """Return the packing with the columns of this rank's nodes, except those of paths. Collective."""
+    if not (packing.forest.home >= 0).any():
+        return packing
+    nodes, home, hops = [*packing.forest.nodes], packing.forest.home, list[Hops]()
+    for index in range(len(packing.ranks)):
+        needed, trained = packing.needed(index)
         # roots stay out: every rank has the prompts
-        responses = needed[planned.forest.parent[needed] >= 0]
+        responses = needed[packing.forest.parent[needed] >= 0]
         ranks = [rank for rank, placement in enumerate(placements) if placement.data_parallel == index]
         last_stage = [rank for rank in ranks if placements[rank].for_loss]
         hops.append(_hops(responses, home, ranks, ColumnShare("rows")))
         hops.append(_hops(trained, home, last_stage, ColumnShare("loss")))
     send_tokens(nodes, [first for first, _ in hops])
     send_tokens(nodes, [transfer for _, onward in hops for transfer in onward])
-    return replace(planned, forest=replace(planned.forest, nodes=nodes))
+    return replace(packing, forest=replace(packing.forest, nodes=nodes))
 
 
-def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
-    """Return the plan with path columns of this rank's nodes, and the bytes received. Collective."""
-    forest, rank = planned.forest, dist.get_rank()
+def exchange_paths(packing: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
+    """Return the packing with path columns of this rank's nodes, and the bytes received. Collective."""
+    forest, rank = packing.forest, dist.get_rank()
     stages: dict[Placement, list[int]] = {}
     for number, placement in enumerate(placements):
         stages.setdefault(placement, []).append(number)
     nodes, hops = [*forest.nodes], list[Hops]()
     for placement, ranks in stages.items():
-        needed, _ = planned.needed(placement.data_parallel)
+        needed, _ = packing.needed(placement.data_parallel)
         if placement.moe_layers:
             routed = needed[forest.has_path_columns[needed]]
             hops.append(_hops(routed, forest.home, ranks, ColumnShare("moe", placement.moe_layers)))
@@ -159,7 +159,7 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
         tokens = of_layers(nodes[number].tokens, placements[rank].moe_layers)
         nodes[number] = replace(nodes[number], tokens=tokens)
     received += send_tokens(nodes, [transfer for _, onward in hops for transfer in onward])
-    return replace(planned, forest=replace(forest, nodes=nodes)), received
+    return replace(packing, forest=replace(forest, nodes=nodes)), received
 
 
 def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:

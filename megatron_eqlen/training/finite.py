@@ -50,7 +50,7 @@ def row_problem(rows: RankRows, losses: Sequence[RowLoss]) -> NumericalProblem |
     """Return a problem for this rank's first row whose loss is not finite; ``losses``: of the last stage."""
     for number, loss in enumerate(losses):
         if not torch.isfinite(loss.metrics["loss/policy"] + loss.metrics["loss/kl_penalty"]):
-            rank, where = parallel_state.get_data_parallel_rank(), _locate(rows.planned, rows[number], loss)
+            rank, where = parallel_state.get_data_parallel_rank(), _locate(rows.packing, rows[number], loss)
             return NumericalProblem(0, f"row {number} of data-parallel rank {rank}, {where}")
     return None
 
@@ -75,7 +75,7 @@ def gradient_problem(chunks: list, grad_norm: float) -> NumericalProblem | None:
     )
 
 
-def _locate(plan: Packing, row: Row, loss: RowLoss) -> str:
+def _locate(packing: Packing, row: Row, loss: RowLoss) -> str:
     """Return tree, node and token of a row's first number that is not finite."""
     at = supervised_positions(row)
     bad = torch.nonzero(~torch.isfinite(loss.tokens))
@@ -83,8 +83,8 @@ def _locate(plan: Packing, row: Row, loss: RowLoss) -> str:
         return f"the sum of its tokens' losses, {float(loss.tokens.sum())}"
     segments = row.segment_ids[at]
     segment = segments[int(bad[0])]
-    node, own = int(np.flatnonzero(plan.forest.segment == segment)[0]), segments == segment
-    return f"{plan.forest.where(node)}: {_faulty_quantity(row, at[own], loss.tokens.cpu().numpy()[own])}"
+    node, own = int(np.flatnonzero(packing.forest.segment == segment)[0]), segments == segment
+    return f"{packing.forest.where(node)}: {_faulty_quantity(row, at[own], loss.tokens.cpu().numpy()[own])}"
 
 
 def _faulty_quantity(row: Row, at: np.ndarray, losses: np.ndarray) -> str:

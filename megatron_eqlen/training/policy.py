@@ -71,7 +71,7 @@ class Minibatch:
 
     @property
     def trains(self) -> bool:
-        return self.rows is None or bool(self.rows.planned.forest.weight.any())
+        return self.rows is None or bool(self.rows.packing.forest.weight.any())
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Policy:
         for rows in every_rows:
             self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch, sampled_by) for _ in range(self.recipe.loss.epochs) for batch in batches]
-        packed = m.in_turn([b.exchanged | b.rows.planned.metrics for b in batches if b.rows is not None])
+        packed = m.in_turn([b.exchanged | b.rows.packing.metrics for b in batches if b.rows is not None])
         # both counts have a value where no step is taken
         idle = {"train/updates": 0.0, "train/skipped_updates": 0.0}, NO_TOKEN
         of_steps, worst_of_steps = zip(idle, *steps, strict=True)
@@ -184,7 +184,7 @@ class Policy:
             for segment in np.unique(numbers[current]).tolist():
                 own = np.flatnonzero((numbers == segment) & current)
                 difference = np.abs(trainer - engine)[own]
-                tree, node = rows.planned.forest.of_segment(segment)
+                tree, node = rows.packing.forest.of_segment(segment)
                 worst = float(difference.max()), f"node {node} of tree {tree!r}"
                 sums = float(trainer[own].sum()), float(engine[own].sum()), float(difference.sum())
                 segments[segment] = tree, Compared(len(own), *sums, worst)
@@ -231,8 +231,8 @@ class Policy:
     def _prepare(self, trees: list[TokenTree]) -> Minibatch:
         """Prepare a minibatch; it has a problem on every rank if any rank finds a number not finite."""
         try:
-            planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
-            rows = planned.rows(self.placement.data_parallel, self.placement.for_loss)
+            packing, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
+            rows = packing.rows(self.placement.data_parallel, self.placement.for_loss)
             batch = Minibatch(rows, exchanged=exchanged)
         # any other TreeError is a fault of the program, and ends the run
         except NonFiniteTreeError as error:
@@ -273,7 +273,7 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows, sampled_by)
         grad_norm = gradient_norm(self.optimizer)
-        nodes = batch.rows.planned.forest.nodes if grad_norm == 0 and is_rank0() else []
+        nodes = batch.rows.packing.forest.nodes if grad_norm == 0 and is_rank0() else []
         if any(node.weight and np.any(node.advantage) for node in nodes):
             logger.warning("update %d: the gradient of every weight is exactly 0", self.version + 1)
         # the last pipeline stages of all data-parallel ranks know metrics and worst token
@@ -303,7 +303,7 @@ class Policy:
     @contextlib.contextmanager
     def _comparing_routes(self, rows: RankRows) -> Iterator[None]:
         """Measure ``rows.agreement``, of router and recorded experts, in the first pass over ``rows``."""
-        if rows.agreement is not None or not rows.planned.forest.has_path_columns.any():
+        if rows.agreement is not None or not rows.packing.forest.has_path_columns.any():
             yield
             return
         with compared(self.chunks) as agreement:

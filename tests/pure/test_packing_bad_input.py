@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
+from megatron_eqlen.packing.checks import check_route_shapes, check_routes
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.tokens import Placeholder, Ragged, Tokens
 from megatron_eqlen.types import Node, TokenTree

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.packing.arrays import check_routes
+from megatron_eqlen.packing.checks import check_routes
 from megatron_eqlen.packing.pack import pairs_seen, plan_rows
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.tokens import Ragged, Tokens
