@@ -104,7 +104,7 @@ class ReplayRouter(TopKRouter):
         self.reads_routes = True
         """False in a teacher: the routes of rows are the policy's."""
         self.agreement: Agreement | None = None
-        """Counter of agreement during ``compared``; None otherwise."""
+        """Counter of agreement during ``measuring_agreement``; None otherwise."""
         if self.score_function == "sigmoid":  # Megatron's own flag would change the bias as well
             del self.expert_bias
             self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
@@ -167,7 +167,7 @@ def moe_layers(chunks: Iterable[PolicyModel]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def compared(chunks: Sequence[torch.nn.Module]) -> Iterator[Agreement]:
+def measuring_agreement(chunks: Sequence[torch.nn.Module]) -> Iterator[Agreement]:
     """Count in the block how often the engine's choices and the routers' agree."""
     own_routers = routers(chunks)
     agreement = Agreement(next(chunks[0].parameters()).new_zeros(3, dtype=torch.float64))

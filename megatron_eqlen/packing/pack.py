@@ -126,7 +126,7 @@ class RankRows(Sequence[Row]):
 
     def __init__(self, packing: Packing, plans: list[RowPlan], for_loss: bool) -> None:
         self.packing, self._plans, self._for_loss = packing, plans, for_loss
-        self.agreement: Metrics | None = None
+        self.route_agreement: Metrics | None = None
         """Agreement of the engine's experts with those of the first pass; None before it."""
         self.others: dict[str, list[np.ndarray]] = {}
         """``Row.others``: for each row [n] float64, at supervised positions; empty before the last stage."""

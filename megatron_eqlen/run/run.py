@@ -196,8 +196,8 @@ class Run:
         before, self.disagrees = self.disagrees, fault is not None
         if fault is None or before:
             return
-        difference, place = updated.worst
-        self.session.progress.warn(f"{fault}; most, by {difference:.3g}, in {place}")
+        worst = updated.worst
+        self.session.progress.warn(f"{fault}; most, by {worst.difference:.3g}, in {worst.place}")
         if self.recipe.rollout.mismatch.then == "stop":
             self.stopped_by = fault
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +26,21 @@ from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 DRAWN_SHARE = 1 / 16
 """Share of a step's generated tokens in drawn lines. A row full may be more than a small step trains."""
-NO_TOKEN = (-1.0, "")
-"""Worst token and its place where no token is comparable."""
 
 
 class MismatchError(ValueError):
     """Trainer and engine disagree by more than ``rollout.mismatch`` allows. The run can be resumed."""
+
+
+class WorstToken(NamedTuple):
+    """Token whose log-probs in trainer and engine differ most."""
+
+    difference: float
+    place: str
+
+
+NO_TOKEN = WorstToken(-1.0, "")
+"""Worst token where no token is comparable: any other is larger."""
 
 
 def mismatch_of(measured: Metrics) -> float | None:
@@ -49,8 +59,8 @@ def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
     return f"log-probs of trainer and engine differ by {mismatch:.2g} on average of the step, {most}"
 
 
-def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
-    """Return the largest |log-prob difference| of this rank's comparable tokens, and its place."""
+def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> WorstToken:
+    """Return the worst of this rank's comparable tokens."""
     differences = [torch.where(loss.compared, loss.log_ratio.abs(), -1.0) for loss in losses]
     peaks = [float(values.max()) if len(values) else -1.0 for values in differences]
     number = int(np.argmax(peaks))
@@ -60,7 +70,8 @@ def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     row, at = rows[number], supervised_positions(rows[number])[int(differences[number].argmax())]
     segment = int(row.segment_ids[at])
     tree, node = rows.packing.forest.of_segment(segment)
-    return peaks[number], f"token {(row.segment_ids[:at] == segment).sum()} of node {node} of tree {tree!r}"
+    place = f"token {(row.segment_ids[:at] == segment).sum()} of node {node} of tree {tree!r}"
+    return WorstToken(peaks[number], place)
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,7 @@ class Compared:
     engine: float
     difference: float
     """Sum of |trainer - engine|."""
-    worst: tuple[float, str]
-    """Largest difference of a token, and its place."""
+    worst: WorstToken
 
     @classmethod
     def joined(cls, parts: Iterable[Compared]) -> Compared:

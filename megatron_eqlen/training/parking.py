@@ -132,18 +132,14 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 class TrainerMemory:
-    """The trainer's memory on the device. ``model``: the chunks in Megatron's DDP, whose ``buffers`` is not
-    torch's. ``parked``: the parts that ``park`` frees (``rollout.park_trainer``)."""
+    """The trainer's memory on the device. ``ddp_chunks``: the model's chunks in Megatron's DDP, whose
+    ``buffers`` is not torch's. ``parked``: the parts that ``park`` frees (``rollout.park_trainer``)."""
 
     def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        model: Sequence[Any],
-        optimizer: ChainedOptimizer,
-        parked: Literal["none", "state", "all"],
+        self, ddp_chunks: Sequence[Any], optimizer: ChainedOptimizer, parked: Literal["none", "state", "all"]
     ) -> None:
-        self._buffers = [each for chunk in model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._buffers = [b for chunk in ddp_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self._parameters = [parameter for chunk in ddp_chunks for parameter in chunk.parameters()]
         self._optimizer = optimizer
         self.weights = Parked(self._weights)
         # an update begins with gradients of 0: only their memory comes back

@@ -24,7 +24,7 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.lora import add_adapters, switched_off
-from megatron_eqlen.models.router_replay import compared, moe_layers, routers
+from megatron_eqlen.models.router_replay import measuring_agreement, moe_layers, routers
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.packing.pack import Packing, RankRows, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
@@ -33,7 +33,7 @@ from megatron_eqlen.processes.distributed import agree, gather, is_rank0
 from megatron_eqlen.recipe import contents
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training import finite
-from megatron_eqlen.training.agreement import NO_TOKEN, Compared, mismatch_of, worst_token
+from megatron_eqlen.training.agreement import NO_TOKEN, Compared, WorstToken, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows, supervised_positions
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
@@ -77,12 +77,11 @@ class Minibatch:
 @dataclass(frozen=True)
 class Updated:
     """Result of an update, the same on every rank. ``mismatch``: mean |trainer - engine| log-prob over its
-    comparable tokens, or over those of drawn lines if it is larger; None: there are none. ``worst``: the
-    largest, and its token's place."""
+    comparable tokens, or over those of drawn lines if it is larger; None: there are none."""
 
     metrics: Metrics
     mismatch: float | None
-    worst: tuple[float, str]
+    worst: WorstToken
 
 
 class Policy:
@@ -108,9 +107,9 @@ class Policy:
             adapted = partial(switched_off, self.chunks)
             self.reference = adapted if has_adapters else ReferenceWeights(self.chunks).swapped_in
         self.teacher = Teacher(job.teacher, dtype) if job.teacher else None
-        self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
-        self.optimizer, self.schedule = build_optimizer(self.model, recipe, job.megatron.optimizer)
-        self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.parked)
+        self.ddp_chunks = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
+        self.optimizer, self.schedule = build_optimizer(self.ddp_chunks, recipe, job.megatron.optimizer)
+        self.memory = TrainerMemory(self.ddp_chunks, self.optimizer, recipe.parked)
         self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.placement = Placement(
             parallel_state.get_data_parallel_rank(),
@@ -148,16 +147,16 @@ class Policy:
         assert not self.memory.away, "parked"
         sampled_by, compared = self.version, self.compare(drawn)
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
-        every_rows = [batch.rows for batch in batches if batch.rows is not None]
+        rows_of_batches = [batch.rows for batch in batches if batch.rows is not None]
         # before the first update: `old` is of the weights that the step began with; one update needs none
-        for rows in every_rows:
+        for rows in rows_of_batches:
             self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch, sampled_by) for _ in range(self.recipe.loss.epochs) for batch in batches]
         packed = m.in_turn([b.exchanged | b.rows.packing.metrics for b in batches if b.rows is not None])
         # both counts have a value where no step is taken
-        idle = {"train/updates": 0.0, "train/skipped_updates": 0.0}, NO_TOKEN
-        of_steps, worst_of_steps = zip(idle, *steps, strict=True)
-        metrics, worst = packed | m.in_turn(of_steps), max(worst_of_steps)
+        idle = {"train/updates": 0.0, "train/skipped_updates": 0.0}
+        metrics = packed | m.in_turn([idle, *(measured for measured, _ in steps)])
+        worst = max([NO_TOKEN, *(worst for _, worst in steps)])
         mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
         if compared:
             of_drawn = Compared.joined(compared.values())
@@ -173,7 +172,8 @@ class Policy:
             return {}
         batch = self._prepare([*trees])
         if batch.rows is None:
-            return {trees[0].name: Compared(1, math.nan, math.nan, math.nan, (math.nan, str(batch.problem)))}
+            worst = WorstToken(math.nan, str(batch.problem))
+            return {trees[0].name: Compared(1, math.nan, math.nan, math.nan, worst)}
         rows = batch.rows
         segments: dict[int, tuple[str, Compared]] = {}
         for row, trainer in zip(rows, self._log_probs(rows), strict=False):  # none before the last stage
@@ -185,7 +185,7 @@ class Policy:
                 own = np.flatnonzero((numbers == segment) & current)
                 difference = np.abs(trainer - engine)[own]
                 tree, node = rows.packing.forest.of_segment(segment)
-                worst = float(difference.max()), f"node {node} of tree {tree!r}"
+                worst = WorstToken(float(difference.max()), f"node {node} of tree {tree!r}")
                 sums = float(trainer[own].sum()), float(engine[own].sum()), float(difference.sum())
                 segments[segment] = tree, Compared(len(own), *sums, worst)
         of_trees: dict[str, list[Compared]] = {}
@@ -243,7 +243,7 @@ class Policy:
     def _annotate(self, rows: RankRows, old: bool) -> None:
         """Compute the log-probs of other policies that the loss needs."""
         if old:
-            with self._comparing_routes(rows):
+            with self._measuring_route_agreement(rows):
                 rows.others["old"] = self._log_probs(rows)
         if self.reference is not None:
             with self.reference():
@@ -252,21 +252,23 @@ class Policy:
             with self.teacher.weights.resident():
                 rows.others["teacher"] = self._log_probs(rows, self.teacher.chunks)
 
-    def _log_probs(self, rows: RankRows, model: list[Any] | None = None) -> list[np.ndarray]:
+    def _log_probs(self, rows: RankRows, chunks: list[Any] | None = None) -> list[np.ndarray]:
         """Return for each row [n] float64, at supervised positions; empty before the last pipeline stage."""
-        return self._run(
-            rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False, model=model
-        )
+
+        def result(logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray) -> np.ndarray:
+            return logprobs.double().cpu().numpy()
+
+        return self._run(rows, result, train=False, chunks=chunks)
 
     def _run(
-        self, rows: RankRows, result: RowResult, *, train: bool, model: list[Any] | None = None
+        self, rows: RankRows, result: RowResult, *, train: bool, chunks: list[Any] | None = None
     ) -> list[Any]:
-        """Call ``run_rows`` with the recipe's options; ``model``: None: the policy."""
+        """Call ``run_rows`` with the recipe's options. ``chunks``: of a model; None: of the policy."""
         temperature, chunk = self.recipe.trained_temperature, self.recipe.packing.logits_chunk
-        return run_rows(model or self.model, rows, temperature, result, train=train, logits_chunk=chunk)
+        return run_rows(chunks or self.ddp_chunks, rows, temperature, result, train=train, logits_chunk=chunk)
 
-    def _step(self, batch: Minibatch, sampled_by: int) -> tuple[Metrics, tuple[float, str]]:
-        """Take or skip one optimizer step with this rank's rows; return metrics and ``Updated.worst``.
+    def _step(self, batch: Minibatch, sampled_by: int) -> tuple[Metrics, WorstToken]:
+        """Take or skip one optimizer step with this rank's rows; return metrics and the worst token.
         ``sampled_by``: version of the weights whose tokens are compared with the engine."""
         if batch.problem:
             return self._skip(batch.problem), NO_TOKEN
@@ -290,25 +292,25 @@ class Policy:
         self.version, self.skipped_in_a_row = self.version + 1, 0
         rate = self.optimizer.param_groups[0]["lr"]
         taken = {"train/updates": 1.0, "train/grad_norm": grad_norm, "train/lr": rate}
-        return measured | (batch.rows.agreement or {}) | taken, worst
+        return measured | (batch.rows.route_agreement or {}) | taken, worst
 
     def _backward(self, rows: RankRows, sampled_by: int) -> list[RowLoss]:
         """Compute the rows' gradients; return each row's loss and metrics, on the last pipeline stage."""
-        for chunk in self.model:
+        for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self._comparing_routes(rows):
+        with self._measuring_route_agreement(rows):
             return self._run(rows, partial(self._loss, sampled_by=sampled_by), train=True)
 
     @contextlib.contextmanager
-    def _comparing_routes(self, rows: RankRows) -> Iterator[None]:
-        """Measure ``rows.agreement``, of router and recorded experts, in the first pass over ``rows``."""
-        if rows.agreement is not None or not rows.packing.forest.has_path_columns.any():
+    def _measuring_route_agreement(self, rows: RankRows) -> Iterator[None]:
+        """Measure ``rows.route_agreement``, of router and recorded experts, in the first pass over them."""
+        if rows.route_agreement is not None or not rows.packing.forest.has_path_columns.any():
             yield
             return
-        with compared(self.chunks) as agreement:
+        with measuring_agreement(self.chunks) as agreement:
             yield
-        rows.agreement = agreement.metrics()
+        rows.route_agreement = agreement.metrics()
 
     def _skip(self, problem: finite.NumericalProblem) -> Metrics:
         """Skip the step: change nothing, and log the reason."""

@@ -95,7 +95,7 @@ def _bucket_layout(policy: Policy) -> dict[str, Any]:
         **{f"parallel.{key}": getattr(recipe.parallel, key) for key in keys},
         "model.dtype": recipe.model.dtype,
         "optimizer.grad_dtype": recipe.optimizer.grad_dtype,
-        "bucket size": policy.model[0].ddp_config.bucket_size,
+        "bucket size": policy.ddp_chunks[0].ddp_config.bucket_size,
     }
 
 

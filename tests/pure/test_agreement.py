@@ -25,6 +25,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.agreement import (
     Compared,
     MismatchError,
+    WorstToken,
     check_servers,
     disagreement,
     drawn_lines,
@@ -58,7 +59,7 @@ def test_a_server_without_round_off_has_the_trainers_log_probs_but_for_a_hundred
     recipe = small(**rollout)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
     job: Any = SimpleNamespace(recipe=recipe, model=SimpleNamespace(delta_net=None))
-    compared = {"http://a": Compared(10, -10.0, -10.0, 0.2, (0.1, "some token"))}
+    compared = {"http://a": Compared(10, -10.0, -10.0, 0.2, WorstToken(0.1, "some token"))}
     with pytest.raises(MismatchError, match="log-probs of the trainer") if refused else nullcontext():
         check_servers(compared, job)
 
@@ -77,7 +78,7 @@ class Screen:
 
 
 def differing(mismatch: float) -> Any:
-    return SimpleNamespace(mismatch=mismatch, worst=(2.5, "some token"))
+    return SimpleNamespace(mismatch=mismatch, worst=WorstToken(2.5, "some token"))
 
 
 class Sampled(Rollouts):

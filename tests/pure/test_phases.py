@@ -131,7 +131,7 @@ def build_policy(gpu: Gpu, patch: pytest.MonkeyPatch) -> Callable[[Job], Any]:
             gpu.teacher, policy.teacher = teacher.weights, teacher
             teacher.weights.park()
         optimizer: Any = SimpleNamespace(zero_grad=lambda: None, chained_optimizers=[])
-        gpu.trainer = policy.memory = TrainerMemory([], [], optimizer, job.recipe.parked)
+        gpu.trainer = policy.memory = TrainerMemory([], optimizer, job.recipe.parked)
         return policy
 
     patch.setattr(policies, "export_hf", lambda chunks: iter([("w", None)]))

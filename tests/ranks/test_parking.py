@@ -36,7 +36,7 @@ def is_wired(policy: Policy) -> bool:
     return all(
         memory_of(parameter) == memory_of(buffer.param_data) == memory_of(bucket.param_data)
         and memory_of(parameter.main_grad) == memory_of(buffer.grad_data) == memory_of(bucket.grad_data)
-        for chunk in policy.model
+        for chunk in policy.ddp_chunks
         for buffer in (*vars(chunk)["buffers"], *vars(chunk)["expert_parallel_buffers"])
         for bucket in buffer.buckets
         for parameter in bucket.params_list

@@ -200,7 +200,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     recipe = recipe_of(folder, case)
     start(recipe.parallel, seed=1)
     policy = Policy(Job(recipe))
-    model: list[Any] = [*policy.model]  # Megatron's ``buffers`` is not torch's method
+    model: list[Any] = [*policy.ddp_chunks]  # Megatron's ``buffers`` is not torch's method
     buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
     weights |= {each.untyped_storage().data_ptr() for chunk in model for each in chunk.parameters()}  # frozen

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.models.router_replay import GivenExperts, compared, routers
+from megatron_eqlen.models.router_replay import GivenExperts, measuring_agreement, routers
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
@@ -113,7 +113,7 @@ def test_given_experts_have_the_order_of_top_k_which_decides_the_last_bits_of_th
 
 def test_routers_count_no_more_after_an_error(folders):
     with world_of(folders["moe"]) as model:
-        with pytest.raises(KeyError), compared(model):
+        with pytest.raises(KeyError), measuring_agreement(model):
             raise KeyError("a row")
         assert [router.agreement for router in routers(model)] == [None] * LAYERS["moe"]
 

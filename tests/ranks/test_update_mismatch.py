@@ -89,7 +89,7 @@ def test_lines_that_are_not_trained_are_compared_too(folders, pipeline):
     assert after["1"].count == sum(map(len, TREES[1].nodes[1:]))
     drawn, of_trained = (trained.metrics[f"mismatch/{name}_abs_diff"] for name in ("drawn", "logprob"))
     assert trained.mismatch == drawn > 10 > of_trained
-    assert trained.worst[1].endswith("of tree '1'")
+    assert trained.worst.place.endswith("of tree '1'")
     assert idle.metrics["train/updates"] == 0
     assert idle.mismatch > 10
     drawn, of_trained = (off.metrics[f"mismatch/{name}_abs_diff"] for name in ("drawn", "logprob"))
