@@ -221,6 +221,10 @@ class Rollout:
         return self.prompt.prompt_id
 
     @property
+    def key(self) -> RolloutKey:
+        return self.prompt.prompt_id, self.index
+
+    @property
     def home(self) -> int | None:
         """Rank that holds the values of its parts (see ``Part.home``)."""
         return self.parts[0].home if self.parts else None
@@ -289,10 +293,6 @@ Gather = Callable[[list[Any]], list[Any]]
 """Joins the lists of all ranks (``processes.distributed.gather``); ``list`` where there is one."""
 RolloutKey = tuple[str, int]
 """Identifier of a rollout: its prompt's id, and its number among the prompt's rollouts."""
-
-
-def rollout_key(rollout: Rollout) -> RolloutKey:
-    return rollout.prompt_id, rollout.index
 
 
 def training_order(rollout: Rollout) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from megatron_eqlen.processes.failures import name_of, text_of
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import UNSCORED, Grade, Metrics, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import UNSCORED, Grade, Metrics, Rollout, RolloutKey
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ COUNTED = "turns", "cut", "copies", "replays", "changed", "refused", "folder_byt
 class Call:
     """A turn that an environment answers."""
 
-    key: RolloutKey
     track: Track
     turns: int
     """Turns of the response so far, with the one that is answered."""
@@ -130,29 +129,29 @@ class Dialogues:
         """Calls that are not finished."""
         return *self.waiting, *self.running
 
-    def begin(self, key: RolloutKey, harvester: Harvester) -> None:
+    def begin(self, harvester: Harvester) -> None:
         """Start the calls that the harvester allows."""
         if self.conversations is None:
             return
         now = time.perf_counter()
         # a wait begins where the turn ends, though the harvester may hold the answer back for a fork
         for track in harvester.open.values():
-            if track.calls:
+            if track.awaits_answer:
                 self._due.setdefault(track, now)
         asked = {call.track for call in self.calls}
-        for track in harvester.calls():
+        for track in harvester.answerable():
             if track not in asked:
                 self._waited.append(now - self._due[track])
                 # none at a first turn, after a failed copy and after a resume: a new one is told the turns
-                state = self._states.get(key, {}).get(track.number)
+                state = self._states.get(track.key, {}).get(track.number)
                 turns = turns_of(path_of(harvester, track))
                 self.counts["replays"] += state is None and len(turns) > 1
                 environment = state and state.environment
                 number = COINS - track.number if self.conversations.own_seeds else COINS
                 seed = track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
-                forked = replace(self.conversations, forked_as=track.forks)
-                work = partial(forked.answer, environment, harvester.prompt, seed, turns)
-                self.waiting.append(Call(key, track, len(turns), work, environment is None))
+                conversations = replace(self.conversations, forked_as=track.forks)
+                work = partial(conversations.answer, environment, harvester.prompt, seed, turns)
+                self.waiting.append(Call(track, len(turns), work, environment is None))
         self._admit()
 
     def _admit(self) -> None:
@@ -162,9 +161,9 @@ class Dialogues:
             self.running.append(call)
             call.result = _begun(call.run)
 
-    def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
+    def fork(self, harvester: Harvester, launched: Sequence[Track]) -> None:
         """Copy its line's environment for each new track; where that fails, tell a new one the messages."""
-        states = self._states.get(key, {})
+        states = self._states.get(harvester.key, {})
         for track in launched if states else ():
             # the last turn of its path is open: the fork starts with it
             turns = len(turns_of(path_of(harvester, track))) - 1
@@ -209,7 +208,7 @@ class Dialogues:
         """Use the result of a call: the track continues or has ended. Raises EngineError if a new environment
         in place of a copy gave other answers: to drop its rollout would be to drop those that fork."""
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
-        self._states.setdefault(call.key, {})[track.number] = _State(environment, track, call.turns)
+        self._states.setdefault(track.key, {})[track.number] = _State(environment, track, call.turns)
         if changed and self.fork_error is not None:
             otherwise = f"cannot be told the messages: it answers {changed} of them otherwise"
             raise EngineError(f"{text_of(self.fork_error)}; a new environment {otherwise}")
@@ -219,7 +218,7 @@ class Dialogues:
         else:
             track.answer(given, call.turns - 1)
         # a resume has the turns between from the record, but asks for the end of a response again
-        ended = self._ends.setdefault(call.key, Counter())
+        ended = self._ends.setdefault(track.key, Counter())
         turns = self.counts if track.finish_reason is None else ended
         turns["turns"] += 1
         ended["cut"] += cut
@@ -227,11 +226,11 @@ class Dialogues:
 
     def end(self, key: RolloutKey) -> None:
         """Give up the environments of a rollout, and the calls."""
-        self.waiting = deque(call for call in self.waiting if call.key != key)
-        for call in [call for call in self.running if call.key == key]:
+        self.waiting = deque(call for call in self.waiting if call.track.key != key)
+        for call in [call for call in self.running if call.track.key == key]:
             call.leave()
             self.running.remove(call)
-        for track in [track for track in self._due if (track.prompt_id, track.index) == key]:
+        for track in [track for track in self._due if track.key == key]:
             del self._due[track]
         self.counts.update(self._ends.pop(key, ()))
         for state in self._states.pop(key, {}).values():
@@ -244,10 +243,10 @@ class Dialogues:
         Raises EngineError where all responses would fail, and with ``reward.on_error: end``."""
         if isinstance(error, LostError):
             raise EngineError(text_of(error)) from error
-        failed = f"its environment failed: {name_of(error)}"
+        (prompt_id, index), failed = call.track.key, f"its environment failed: {name_of(error)}"
         if on_error == "end":
-            raise EngineError(f"rollout {call.key[0]}/{call.key[1]}: {failed} (reward.on_error)") from error
-        log.warning("rollout %s/%d has a response without a reward, %s", *call.key, failed)
+            raise EngineError(f"rollout {prompt_id}/{index}: {failed} (reward.on_error)") from error
+        log.warning("rollout %s/%d has a response without a reward, %s", prompt_id, index, failed)
         self._due.pop(call.track, None)
         call.track.finish(Grade.unscored(failed))
 
@@ -255,7 +254,7 @@ class Dialogues:
         """Give up all environments."""
         if self.conversations is None:
             return
-        for key in {*self._states, *(call.key for call in self.calls)}:
+        for key in {*self._states, *(call.track.key for call in self.calls)}:
             self.end(key)
         if late := wait(self._closing, self.timeout).not_done:
             log.warning("%d environments did not close in %g s", len(late), self.timeout)
@@ -290,6 +289,6 @@ def grade_again(conversations: Conversations, rollout: Rollout, seed: int) -> bo
                 part.grade = graded.grade
                 _begun(graded.environment.close)
             except Exception as error:  # noqa: BLE001  a user's code
-                log.warning("rollout %s/%d is generated again: %s", *rollout_key(rollout), name_of(error))
+                log.warning("rollout %s/%d is generated again: %s", *rollout.key, name_of(error))
                 return False
     return True

@@ -25,7 +25,7 @@ from megatron_eqlen.harvest.prompt_routes import PromptRoutes
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Delta, Rollout, RolloutKey
 
 
 def shared_prefix(tokens: Iterable[int], others: Iterable[int]) -> int:
@@ -48,10 +48,10 @@ class Driver:
         self.meter, self.dialogues = meter, dialogues
         self.rollout = plan.recipe.rollout
         self.partial = {partial.key: partial for partial in plan.progress.partial}
-        self.waiting: deque[tuple[RolloutKey, Harvester]] = deque()
+        self.waiting: deque[Harvester] = deque()
         """Harvesters that have not started."""
         self.running: dict[RolloutKey, Harvester] = {}
-        self.in_flight: dict[str, tuple[Track, RolloutKey]] = {}
+        self.in_flight: dict[str, Track] = {}
         """Tracks that the engine decodes, by request id."""
         self.losses: Counter[tuple[str, int, int]] = Counter()
         """Lost requests by track, given tokens (its turn) and policy version."""
@@ -75,7 +75,7 @@ class Driver:
     def run(self, harvesters: dict[RolloutKey, Harvester]) -> None:
         """Run ``harvesters`` to their ends and report to the observers."""
         begun = {key for key, partial in self.partial.items() if partial.tracks}
-        self.waiting.extend((key, harvester) for key, harvester in harvesters.items() if key not in begun)
+        self.waiting.extend(harvester for key, harvester in harvesters.items() if key not in begun)
         first = next((prompt.prompt_id for prompt in self.plan.prompts), "")
         for observer in self.observers:
             observer.harvest_started(first, self.meter.counts)
@@ -84,7 +84,7 @@ class Driver:
             # resume rollouts with recorded tokens: all at once, as when the tokens were recorded
             for key in harvesters:
                 if key in begun:
-                    self.begin(key, harvesters[key])
+                    self.begin(harvesters[key])
                     self.advance([key])
             while self.waiting or self.running:
                 if budget is not None and self.meter.generated_tokens >= budget:
@@ -114,22 +114,23 @@ class Driver:
         """Start harvesters while the engine has free slots. The rest wait here: in the engine's queue a fork
         would wait behind them, and its prefix might be evicted from the cache meanwhile."""
         while self.waiting and len(self.in_flight) < self.engine.max_num_seqs:
-            self.begin(*self.waiting.popleft())
+            self.begin(self.waiting.popleft())
 
-    def begin(self, key: RolloutKey, harvester: Harvester) -> None:
+    def begin(self, harvester: Harvester) -> None:
         """Start a harvester and launch its first tracks."""
+        key = harvester.key
         self.running[key] = harvester
         if key in self.partial:
             self.generated[key] = -self.partial[key].earlier_tokens
             self.unlaunched[key] = set(self.partial[key].tracks)
         for track in harvester.start():
-            self.launch(track, key)
+            self.launch(track)
 
-    def launch(self, track: Track, key: RolloutKey) -> None:
+    def launch(self, track: Track) -> None:
         """Give a new track the tokens of earlier steps and attempts, then submit it unless it has ended."""
-        harvester = self.running[key]
+        key, harvester = track.key, self.running[track.key]
         self.unlaunched.get(key, set()).discard(track.number)
-        track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
+        track.keeps_columns = self.plan.keeps_columns(harvester.prompt, harvester.index)
         if track.keeps_columns:
             track.tokens.expect(self.rollout.columns)
         # before the track resumes: a recorder's file has each track from its first token on (`end_file`)
@@ -148,44 +149,44 @@ class Driver:
         # recorded tokens may end the track, or a turn that waits for its answer
         if track.finish_reason is not None:
             self.generated[key] += len(track)
-        elif not track.calls:
-            self.submit(track, key)
+        elif not track.awaits_answer:
+            self.submit(track)
 
-    def submit(self, track: Track, key: RolloutKey) -> None:
+    def submit(self, track: Track) -> None:
         """Submit the rest of a track as a request."""
         path = track.path
-        if (known := self.known(track, path, key)) is not None:
-            self.prefills[track.request_id] = known, len(path)
-        self.in_flight[track.request_id] = (track, key)
+        if (computed := self.computed_before(track, path)) is not None:
+            self.prefills[track.request_id] = computed, len(path)
+        self.in_flight[track.request_id] = track
         self.meter.counts["requests"] += 1
         # a fork whose prefix may be in the cache: not one that is resumed
         if track.is_fork and not track.attempts and not track.token_ids:
             self.meter.forks[track.request_id] = len(path)
-        path_rows = self.prompt_routes.rows_of(track, key)
+        path_rows = self.prompt_routes.rows_of(track)
         self.engine.submit(track.request_id, path, track.remaining, track.seed, path_rows)
 
-    def known(self, track: Track, path: list[int], key: RolloutKey) -> int | None:
+    def computed_before(self, track: Track, path: list[int]) -> int | None:
         """Return how many of the first tokens of a track's path requests of this step have computed. None
         where the path itself was requested, and is again. Made of tokens: a resume counts the same."""
-        earlier = self.partial[key].earlier if key in self.partial else {}
+        earlier = self.partial[track.key].earlier if track.key in self.partial else {}
         # requested before in this step: all up to the environment's answer was computed, but the last token
         if len(track) > earlier.get(track.number, 0):
             end = track.end_generated
             return len(track.context) + end - 1 if end < len(track.tokens) else None
         lines: Iterable[Track] = ()
         if earlier:  # the weights that computed its lines in earlier steps are gone, and the cache with them
-            launched, in_flight = self.launched.get(key, ()), self.in_flight
+            launched, in_flight = self.launched.get(track.key, ()), self.in_flight
             lines = (t for t in launched if t.request_id in in_flight or len(t) > earlier.get(t.number, 0))
         # the line that it leaves computed its whole path
         elif track.is_fork:
             return len(path)
-        prompt = self.running[key].prompt.token_ids
+        prompt = self.running[track.key].prompt.token_ids
         place = bisect_left(self.prompts, prompt)
-        known = [shared_prefix(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
-        known += [shared_prefix(path, chain(line.context, line.token_ids)) for line in lines]
+        shared = [shared_prefix(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
+        shared += [shared_prefix(path, chain(line.context, line.token_ids)) for line in lines]
         if self.prompts[place : place + 1] != [prompt]:
             self.prompts.insert(place, prompt)
-        return max(known, default=0)
+        return max(shared, default=0)
 
     def deliver(self, deltas: list[Delta]) -> list[RolloutKey]:
         """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
@@ -193,16 +194,15 @@ class Driver:
         tokens = 0
         in_flight, current = self.in_flight, self.engine.policy_version
         for delta in deltas:
-            entry = in_flight.get(delta.request_id)
-            if entry is None:  # sent before the engine saw the abort
+            track = in_flight.get(delta.request_id)
+            if track is None:  # sent before the engine saw the abort
                 continue
-            track, key = entry
             if delta.sampler not in SAMPLERS:
                 expected = f"expected tokens that {' or '.join(SAMPLERS)} drew, found tokens of the sampler"
                 own = f"{delta.sampler}, with draws and log-probs of its own"
                 raise EngineError(f"request {delta.request_id}: {expected} {own}")
-            if delta.token_ids and key in self.prompt_routes.requests:
-                self.prompt_routes.take(track, key, delta)
+            if delta.token_ids and track.key in self.prompt_routes.requests:
+                self.prompt_routes.take(track, delta)
             tokens += len(delta.token_ids)
             if delta.token_ids and delta.request_id in self.prefills:
                 self.meter.computed(*self.prefills.pop(delta.request_id))
@@ -211,17 +211,17 @@ class Driver:
             version = current if delta.policy_version is None else delta.policy_version
             try:
                 if track.extend(delta, version):
-                    touched[key] = None
+                    touched[track.key] = None
             except ValueError as error:
                 raise EngineError(f"request {delta.request_id}: {error}") from None
             # end of the track, or of its request alone
             if track.finish_reason is not None:
-                self.generated[key] += len(track)
+                self.generated[track.key] += len(track)
                 self.forget(delta)
-            elif track.calls:
+            elif track.awaits_answer:
                 self.forget(delta)
             elif delta.finish_reason is not None:
-                self.retry(track, key, delta)
+                self.retry(track, delta)
         self.meter.stepped(len(deltas), tokens)
         return list(touched)
 
@@ -231,10 +231,10 @@ class Driver:
         if delta.finish_reason is None:
             self.engine.abort([delta.request_id])
 
-    def retry(self, track: Track, key: RolloutKey, delta: Delta) -> None:
+    def retry(self, track: Track, delta: Delta) -> None:
         """Submit the rest of a request that the engine ended early. Raises EngineError after MAX_ATTEMPTS."""
         del self.in_flight[delta.request_id]
-        self.prompt_routes.lose(delta.request_id, key)
+        self.prompt_routes.lose(track)
         track.attempts += 1
         self.meter.counts["retries"] += 1
         # counted for each turn and each sync: only a turn that is lost again and again is hopeless
@@ -244,7 +244,7 @@ class Driver:
             after = f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"
             lost = f"request {delta.request_id}: finish_reason {delta.finish_reason!r}"
             raise EngineError(f"{lost} after {after}")
-        self.submit(track, key)
+        self.submit(track)
 
     def advance(self, keys: list[RolloutKey]) -> None:
         """Let harvesters use the new tokens of their tracks, and launch their forks."""
@@ -252,12 +252,12 @@ class Driver:
             harvester = self.running[key]
             before = len(harvester.parts)
             while launched := harvester.advance():  # a fork may have recorded tokens, and have ended
-                self.dialogues.fork(key, harvester, launched)
+                self.dialogues.fork(harvester, launched)
                 for track in launched:
-                    self.launch(track, key)
-            self.report(key, harvester, before)
+                    self.launch(track)
+            self.report(harvester, before)
             if key in self.running:
-                self.dialogues.begin(key, harvester)
+                self.dialogues.begin(harvester)
 
     def converse(self, idle: bool) -> None:
         """Hand the answers of environments to their tracks. ``idle``: there is nothing else to do."""
@@ -267,28 +267,29 @@ class Driver:
                 self.dialogues.take(call)
             else:
                 self.dialogues.fail(call, error, self.plan.recipe.reward.on_error)
-            touched[call.key] = None
+            touched[call.track.key] = None
             if call.track.finish_reason is None:
-                self.submit(call.track, call.key)
+                self.submit(call.track)
             else:
-                self.generated[call.key] += len(call.track)
+                self.generated[call.track.key] += len(call.track)
         self.advance(list(touched))
 
-    def report(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
+    def report(self, harvester: Harvester, before: int) -> None:
         """Tell the observers of the parts after the first ``before`` ones, and of the end of the rollout."""
-        parts = harvester.parts[before:]
+        key, parts = harvester.key, harvester.parts[before:]
         new = self.partial[key].restore_grades(parts) if key in self.partial else parts
         for part in new:
             for observer in self.observers:
                 observer.part_finished(harvester, part)
         if harvester.complete:
             self.launched.pop(key, None)
-            rollout, generated = self.take(key, harvester)
+            rollout, generated = self.remove(harvester)
             for observer in self.observers:
                 observer.rollout_completed(rollout, generated)
 
-    def take(self, key: RolloutKey, harvester: Harvester) -> tuple[Rollout, int]:
+    def remove(self, harvester: Harvester) -> tuple[Rollout, int]:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
+        key = harvester.key
         self.running.pop(key, None)
         self.unlaunched.pop(key, None)
         self.dialogues.end(key)
@@ -298,7 +299,7 @@ class Driver:
 
     def finish(self, rollout: Rollout) -> None:
         """Add a rollout to the results."""
-        self.finished[rollout_key(rollout)] = rollout
+        self.finished[rollout.key] = rollout
         self.meter.count(rollout)
 
     def finish_decode_step(self, last: bool = False) -> None:
@@ -313,22 +314,22 @@ class Driver:
             beat()
         # stop decoding
         self.engine.abort(list(self.in_flight))
-        for track, key in self.in_flight.values():
-            self.generated[key] += len(track)
+        for track in self.in_flight.values():
+            self.generated[track.key] += len(track)
         self.in_flight.clear()
         # end running harvesters
         for key, harvester in list(self.running.items()):
-            self.generated[key] += sum(len(track) for track in harvester.open.values() if track.calls)
+            self.generated[key] += sum(len(t) for t in harvester.open.values() if t.awaits_answer)
             if self.may_suspend(key):
-                self.suspend(key, harvester)
+                self.suspend(harvester)
             else:
                 before = len(harvester.parts)
                 harvester.cut()
-                self.report(key, harvester, before)
+                self.report(harvester, before)
         # suspend those that have not started
-        for key, harvester in self.waiting:
-            if self.may_suspend(key):
-                self.suspend(key, harvester)
+        for harvester in self.waiting:
+            if self.may_suspend(harvester.key):
+                self.suspend(harvester)
         self.waiting.clear()
 
     def lacks(self, key: RolloutKey) -> bool:
@@ -340,9 +341,9 @@ class Driver:
         """Return True if the next step may resume a rollout."""
         return self.rollout.carry_over and not (key in self.partial and self.partial[key].last_step)
 
-    def suspend(self, key: RolloutKey, harvester: Harvester) -> None:
+    def suspend(self, harvester: Harvester) -> None:
         """Leave a rollout to the next step."""
-        rollout, generated = self.take(key, harvester)
-        tracks = self.launched.pop(key, ())
+        rollout, generated = self.remove(harvester)
+        tracks = self.launched.pop(harvester.key, ())
         for observer in self.observers:
             observer.rollout_suspended(rollout, generated, tracks)

@@ -16,7 +16,7 @@ from megatron_eqlen.processes.collector import young_collected
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Setting
-from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey
 
 
 def harvest_seed(seed: int, step: int) -> int:
@@ -43,7 +43,7 @@ def harvest(
     # a recorded rollout is a result as it is; one whose environment cannot repeat its grades is made again
     talks = plan.conversations
     for rollout in plan.progress.rollouts:
-        if talks is None or grade_again(talks, rollout, harvesters[rollout_key(rollout)].seed):
+        if talks is None or grade_again(talks, rollout, harvesters[rollout.key].seed):
             driver.finish(rollout)
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in driver.finished})
     return [driver.finished[key] for key in harvesters if key in driver.finished], meter.metrics()
@@ -65,7 +65,7 @@ def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     resumed_prompts = {prompt_id for prompt_id, _ in harvesters}
     new = [prompt for prompt in plan.prompts if prompt.prompt_id not in resumed_prompts]
     for harvester in kind.harvesters(new, setting):
-        harvesters[harvester.prompt.prompt_id, harvester.index] = harvester
+        harvesters[harvester.key] = harvester
     for partial in plan.progress.partial:
         if partial.key in harvesters:
             harvesters[partial.key].prompt_columns = partial.prompt_columns

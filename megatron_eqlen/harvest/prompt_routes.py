@@ -23,32 +23,33 @@ class PromptRoutes:
         self.requests: dict[RolloutKey, tuple[str, int]] = {}
         """Id of the request, and the number of rows that it brings."""
 
-    def rows_of(self, track: Track, key: RolloutKey) -> int:
+    def rows_of(self, track: Track) -> int:
         """Return the number of rows that a track's request brings: all positions of its path, or 0."""
-        if not self.kept or self.running[key].prompt_columns is not None or key in self.requests:
+        if not self.kept or self.running[track.key].prompt_columns is not None or track.key in self.requests:
             return 0
         rows = len(track.path) - 1
-        self.requests[key] = track.request_id, rows
+        self.requests[track.key] = track.request_id, rows
         return rows
 
-    def take(self, track: Track, key: RolloutKey, delta: Delta) -> None:
+    def take(self, track: Track, delta: Delta) -> None:
         """Take the prompt's routes from its request's first tokens. Raises EngineError for missing rows."""
-        request_id, expected = self.requests[key]
+        request_id, expected = self.requests[track.key]
         if request_id != delta.request_id:
             return
-        del self.requests[key]
+        del self.requests[track.key]
         rows = delta.path.get(ROUTES.name)
         if rows is None or len(rows) != expected:
             wanted = f"expected routes of the first {expected} positions of its path"
             found = 0 if rows is None else len(rows)
             raise EngineError(f"request {delta.request_id}: {wanted}, found {found}")
         # a resumed path is longer than its prompt; its generated tokens have their own routes
-        rows = rows[: len(self.running[key].prompt.token_ids) - 1]
+        harvester = self.running[track.key]
+        rows = rows[: len(harvester.prompt.token_ids) - 1]
         first = np.zeros((1, *rows.shape[1:]), rows.dtype)  # a prompt's first token is not predicted
         columns = Tokens({ROUTES.name: np.concatenate([first, rows])})
-        track.prompt_columns = self.running[key].prompt_columns = columns
+        track.prompt_columns = harvester.prompt_columns = columns
 
-    def lose(self, request_id: str, key: RolloutKey) -> None:
-        """Forget a request that the engine gave up."""
-        if self.requests.get(key, ("", 0))[0] == request_id:
-            del self.requests[key]
+    def lose(self, track: Track) -> None:
+        """Forget a track's request, which the engine gave up."""
+        if self.requests.get(track.key, ("", 0))[0] == track.request_id:
+            del self.requests[track.key]

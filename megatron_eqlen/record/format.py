@@ -23,7 +23,7 @@ import pyarrow as pa
 from megatron_eqlen.record.arrow_log import VERSION, VERSION_KEY
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import COLUMNS, TEACHER, Column, Ragged, Tokens
-from megatron_eqlen.types import Grade, Part, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout, RolloutKey
 
 PROMPT, CONTEXT, END, TRACK = "prompt", "context", "end", "track"
 
@@ -138,7 +138,7 @@ def rollout_rows(
 def track_rows(track: Track, start: int, stop: int, with_prompt: bool) -> list[RecordedRow]:
     """Return the row of tokens ``start`` to ``stop`` of a track, and before it, if ``with_prompt``, that of
     its prompt's columns. Any thread may call this: a track only ever grows."""
-    place = {"prompt_id": track.prompt_id, "index": track.index, "number": track.number}
+    place = dict(zip(KEY, (*track.key, track.number), strict=True))
     row = place | {"role": TRACK, "table": track.tokens[start:stop]}
     return [place | {"role": CONTEXT, "table": track.prompt_columns}, row] if with_prompt else [row]
 
@@ -303,7 +303,7 @@ def _prompt(row: RecordedRow) -> Prompt:
 def grade_rows(rollouts: Iterable[Rollout]) -> list[RecordedRow]:
     """Return a row for each part of ``rollouts`` that has a grade or the column ``teacher``."""
     return [
-        dict(zip(KEY, (*rollout_key(rollout), part.number), strict=True))
+        dict(zip(KEY, (*rollout.key, part.number), strict=True))
         | (asdict(part.grade) if part.grade is not None else {})
         | dict(part.tokens.only([TEACHER.name]).columns)
         for rollout in rollouts

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.tokens import TEACHER, Tokens
-from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey
 
 SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts that the next step resumes."""
@@ -53,7 +53,7 @@ class CarryOver:
     def suspend(self, rollouts: Iterable[Rollout], origin: RolloutOrigin) -> CarryOver:
         """Add those of ``rollouts`` that are suspended. ``origin``: of rollouts that this step began; others
         keep the one that they had when they were suspended first."""
-        keys = [rollout_key(rollout) for rollout in rollouts if rollout.suspended]
+        keys = [rollout.key for rollout in rollouts if rollout.suspended]
         return CarryOver(self.resumed, {**self.suspended, **{k: self.resumed.get(k, origin) for k in keys}})
 
 

@@ -32,7 +32,7 @@ from megatron_eqlen.record.format import (
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
 from megatron_eqlen.tokens import COLUMNS, GIVEN, NUMBERS, TEACHER, VERSIONS, Tokens
-from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
+from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, training_order
 
 NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
 
@@ -76,7 +76,7 @@ def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     columns = (*SKELETON, *NUMBERS, GIVEN.name, GIVEN.name + COUNTS, "gold")
     rollouts = _assembled(files, columns, prompt_ids).rollouts
     for skeleton in skeletons:
-        rollout = rollouts[rollout_key(skeleton)]
+        rollout = rollouts[skeleton.key]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
         for part, source in zip(skeleton.parts, rollout.parts, strict=True):
             part.tokens = source.tokens

@@ -151,11 +151,10 @@ class Recorder(HarvestObserver):
         # a copy, since tracks that have ended are dropped on the way
         for track, start in list(self._tracks.items()):
             if len(track.tokens) > start:
-                key = track.prompt_id, track.index
                 # a prompt's columns come with the first tokens, so they are looked for with each
-                with_prompt = track.prompt_columns is not None and key not in self._contexts
+                with_prompt = track.prompt_columns is not None and track.key not in self._contexts
                 if with_prompt:
-                    self._contexts.add(key)
+                    self._contexts.add(track.key)
                 self._tracks[track] = len(track.tokens)
                 added.append((track, start, self._tracks[track], with_prompt))
                 if track.finish_reason is not None:

@@ -28,7 +28,7 @@ from megatron_eqlen.report.audit import Change, audit
 from megatron_eqlen.report.rollouts import Decode
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.probe import ProbeSampling
-from megatron_eqlen.types import Line, Rollout, RolloutKey, rollout_key, tokens_along
+from megatron_eqlen.types import Line, Rollout, RolloutKey, tokens_along
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FILE, FOUND = "probe.json", "found"
@@ -88,11 +88,11 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, job: Job, decode: Deco
     """Return what the record of a ``probe`` says of the responses that a run of ``job`` trained: a row
     each, and the accuracy by length where an end marker was forced; else the share of the reward's variance
     that each quarter decides (NaN without any), and what estimators say."""
-    rewards = {rollout_key(new): probe.rewards(new, job.recipe.reward.on_error == "zero") for new in probed}
+    rewards = {new.key: probe.rewards(new, job.recipe.reward.on_error == "zero") for new in probed}
     responses = list[Probed]()
     for rollout, line in probe.responses:
         parts = {-1, *(part.number for part in rollout.line(line.last.number))}
-        of_rollout, own = rewards[rollout_key(rollout)], response_reward(line.last, rollout.prompt_id)
+        of_rollout, own = rewards[rollout.key], response_reward(line.last, rollout.prompt_id)
         # places on this response's line: those of other lines of the tree are not prefixes of it
         at = {length: found for (part, length), found in of_rollout.items() if part in parts}
         # without a value at the prompt no change can be computed

@@ -24,7 +24,7 @@ from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Traini
 from megatron_eqlen.rewards.measured import leave_out
 from megatron_eqlen.sampling.probe import PROBE
 from megatron_eqlen.sampling.profile import Profile
-from megatron_eqlen.types import Part, Rollout, rollout_key
+from megatron_eqlen.types import Part, Rollout
 
 PROFILED = 8
 """Number of newest steps whose rollouts give advice."""
@@ -64,8 +64,8 @@ class RecordedStep:
             check_file(path)
         self.rollouts = rollouts = read_skeletons(self._files)
         if len(files) < len(self._files):
-            mine = {rollout_key(rollout) for rollout in read_skeletons(files)}
-            self.rollouts = [rollout for rollout in rollouts if rollout_key(rollout) in mine]
+            mine = {rollout.key for rollout in read_skeletons(files)}
+            self.rollouts = [rollout for rollout in rollouts if rollout.key in mine]
         probed = any(part.role == PROBE for rollout in rollouts for part in rollout.parts)
         self.training = Training(rollouts, None if probed else job)
 

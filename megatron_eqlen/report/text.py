@@ -20,7 +20,7 @@ from megatron_eqlen.record.recorder import FILES
 from megatron_eqlen.report.probe import probes_of, response_lines
 from megatron_eqlen.report.recorded import RecordedStep
 from megatron_eqlen.report.rollouts import RolloutView, by_token
-from megatron_eqlen.types import Rollout, rollout_key
+from megatron_eqlen.types import Rollout
 
 BEFORE = 80
 """Characters of the part before that are printed with a part."""
@@ -52,9 +52,9 @@ def print_rollouts(
             console.rule(name, characters="─")
         probes = probes_of(files[0].resolve().parent)
         # a stable sort: otherwise in the order of the record
-        shown = sorted(step.rollouts, key=lambda rollout: rollout_key(rollout) not in probes)[:left]
+        shown = sorted(step.rollouts, key=lambda rollout: rollout.key not in probes)[:left]
         for rollout, seen in zip(shown, step.views(shown, decode), strict=True):
-            probed = probes.get(rollout_key(rollout), [])
+            probed = probes.get(rollout.key, [])
             if as_json:
                 print(json.dumps(_as_json(name, rollout, seen, probed), ensure_ascii=False))
             else:

@@ -37,7 +37,7 @@ from megatron_eqlen.sampling.probe import ProbeSampling
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.training.agreement import check_servers
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey
 
 PLACED = "placed"
 """Key in a data position that holds ``PlacedTrees.seen``."""
@@ -106,7 +106,7 @@ class Generator(InTurn):
             if lost := names - {prompt.prompt_id for prompt in prompts}:
                 found = f"expected {len(names)} suspended prompts, found nothing of {min(lost)}"
                 raise reader.PartialRolloutError(f"{before}: {found}; go back to an earlier checkpoint")
-            begun = [rollout for rollout in reader.read_skeletons(files) if rollout_key(rollout) in resumed]
+            begun = [rollout for rollout in reader.read_skeletons(files) if rollout.key in resumed]
             # suspended rollouts keep the engine as busy as so many new prompts
             wanted -= min(wanted, round(open_prompts(begun, self.recipe)))
         return prompts + self.source.next(wanted)

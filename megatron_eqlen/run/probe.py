@@ -47,7 +47,7 @@ from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import plural
 from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Place, ProbeSampling
 from megatron_eqlen.tokens import ROUTES
-from megatron_eqlen.types import Line, Rollout, RolloutKey, rollout_key, tokens_along
+from megatron_eqlen.types import Line, Rollout, RolloutKey, tokens_along
 
 # ends `so x = 2.")` where a space follows, `所以 x = 2。` before anything, and each run of line breaks
 SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
@@ -151,7 +151,7 @@ class Target:
         chosen, places, expected = list[int](), dict[RolloutKey, dict[Place, int]](), 0
         for n, (rollout, line) in order:
             # lines share prefixes: a place that an earlier one has brought costs nothing more
-            known = places.get(key := rollout_key(rollout), {})
+            known = places.get(key := rollout.key, {})
             more = self._places(rollout, line) | known
             cost = options.samples * (sum(more.values()) - sum(known.values()))
             if chosen and expected + cost > self.budget:

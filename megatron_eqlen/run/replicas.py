@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
+from megatron_eqlen.types import Prompt, Rollout, training_order
 
 Item = TypeVar("Item")
 
@@ -59,5 +59,5 @@ def rollouts_of_all_ranks(part: Sequence[Rollout], prompts: Sequence[Prompt]) ->
         # skeletons came with the ids of prompts alone
         rollout.prompt = by_id[rollout.prompt_id]
     # this rank's own take the place of their skeletons
-    rollouts = {rollout_key(rollout): rollout for rollout in (*everyone, *part)}
+    rollouts = {rollout.key: rollout for rollout in (*everyone, *part)}
     return sorted(rollouts.values(), key=training_order)

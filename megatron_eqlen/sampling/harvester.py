@@ -60,6 +60,7 @@ class Harvester(ABC):
     def __init__(self, prompt: Prompt, index: int, setting: Setting) -> None:
         """``index``: the rollout's number among those of its prompt."""
         self.prompt, self.index, self.kind = prompt, index, setting.recipe.sampling
+        self.key = prompt.prompt_id, index
         self.eos_token_ids, self.seed = setting.eos_token_ids, setting.seed
         self.takes_turns = setting.takes_turns
         self.limit: int = setting.recipe.rollout.max_response_length
@@ -86,10 +87,10 @@ class Harvester(ABC):
     def advance(self) -> list[Track]:
         """Return the tracks to launch, after a track has ended or has reached ``Track.awaited``."""
 
-    def calls(self) -> list[Track]:
+    def answerable(self) -> list[Track]:
         """Return the tracks whose ended turns the environment may answer now. A fork copies the environment
         of the line that it leaves, as it is there, so an answer waits until no fork can lie before it."""
-        return [track for track in self.open.values() if track.calls]
+        return [track for track in self.open.values() if track.awaits_answer]
 
     @abstractmethod
     def cut(self) -> None:

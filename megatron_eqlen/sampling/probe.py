@@ -21,7 +21,7 @@ from megatron_eqlen.sampling.harvester import Harvester, Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.tokens import GIVEN, Tokens
-from megatron_eqlen.types import Line, Part, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
+from megatron_eqlen.types import Line, Part, Prompt, Rollout, RolloutKey, tokens_along
 
 PROBE = "probe"
 """Role of the parts that continue a place."""
@@ -42,7 +42,7 @@ class Probed(Harvester):
         super().__init__(rollout.prompt, rollout.index, setting)
         # whatever was sampled, continuations make a tree
         self.kind, self.limit = probe.name, self.limit - len(probe.forced)
-        self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
+        self.places = self._cut(rollout, probe.places[rollout.key])
         """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:
             # forced tokens are parts of their own behind each place, marked as not generated
@@ -116,18 +116,18 @@ class ProbeSampling(TreeSampling):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts of what it continues, in the order in which they were drawn."""
-        continued = [rollout for rollout in self.rollouts if rollout_key(rollout) in self.places]
+        continued = [rollout for rollout in self.rollouts if rollout.key in self.places]
         return [*{rollout.prompt_id: rollout.prompt for rollout in continued}.values()]
 
     def harvesters(self, prompts: Sequence[Prompt], setting: Setting) -> list[Harvester]:
-        asked, by_key = {prompt.prompt_id for prompt in prompts}, {rollout_key(r): r for r in self.rollouts}
+        asked, by_key = {prompt.prompt_id for prompt in prompts}, {r.key: r for r in self.rollouts}
         return [Probed(by_key[key], self, setting) for key in self.places if key[0] in asked]
 
     def rewards(self, probed: Rollout, unscored_too: bool) -> dict[Place, np.ndarray]:
         """Return the rewards of each place's continuations, along each line in the order of the places. What
         has no reward is left out, or with ``unscored_too`` counts as its 0."""
         left_out = () if unscored_too else {part.number for part in probed.unscored()}
-        parts, places = probed.with_role(PROBE), sorted(self.places[rollout_key(probed)])
+        parts, places = probed.with_role(PROBE), sorted(self.places[probed.key])
         found = dict[Place, np.ndarray]()
         # continuations were launched place by place, `samples` each, and parts are in that order
         for place, of_place in zip(places, itertools.batched(parts, self.samples), strict=True):

@@ -32,7 +32,7 @@ import numpy as np
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.types import Metrics, Part, Rollout, rollout_key
+from megatron_eqlen.types import Metrics, Part, Rollout
 
 RANKS = 8
 """Most forks of a line that are looked at."""
@@ -214,7 +214,7 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     ranked = [by_rank(rollout) for rollout in rollouts]
     for rollout, ranks in zip(rollouts, ranked, strict=True):
         # rollouts of one prompt depend on each other, so prompts are resampled where there are enough
-        of_units[rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)] += ranks
+        of_units[rollout.prompt_id if prompts >= LEAST else rollout.key] += ranks
     sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 3)
     return profile_of(sums, sum(ranks[0, 1] > 0 for ranks in ranked))
 

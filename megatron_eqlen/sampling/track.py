@@ -28,9 +28,9 @@ class Track:
     """A track continues ``context`` by at most ``limit`` tokens."""
 
     __slots__ = (
-        "age", "attempts", "awaited", "calls", "context", "eos_token_ids", "finish_reason", "forks", "given",
-        "grade", "index", "is_fork", "keeps_columns", "limit", "name", "number", "parent", "prompt_columns",
-        "prompt_id", "seed", "start", "takes_turns", "tokens",
+        "age", "attempts", "awaited", "awaits_answer", "context", "eos_token_ids", "finish_reason", "forks",
+        "given", "grade", "is_fork", "keeps_columns", "key", "limit", "name", "number", "parent",
+        "prompt_columns", "seed", "start", "takes_turns", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -44,8 +44,8 @@ class Track:
         seed: int,
         parent: int = -1,
     ) -> None:
-        self.prompt_id = prompt.prompt_id
-        self.index = index
+        self.key = prompt.prompt_id, index
+        """Key of its rollout."""
         self.name = f"{prompt.prompt_id}/{index}/{number}"
         self.number = number
         """Number of the track in its rollout."""
@@ -71,7 +71,7 @@ class Track:
         self.finish_reason: FinishReason | None = None
         self.takes_turns = False
         """True if an environment answers the ends of turns."""
-        self.calls = False
+        self.awaits_answer = False
         """True if the last token ends a turn that the environment has not answered."""
         self.given = 0
         """Number of ``tokens`` that an environment gave."""
@@ -131,7 +131,7 @@ class Track:
 
     def answer(self, token_ids: list[int], turn: int) -> None:
         """Append an environment's answer to turn number ``turn``, or end the track if no token can follow."""
-        self.calls = False
+        self.awaits_answer = False
         if not self.remaining:
             self.finish_reason = "length"
             return
@@ -143,7 +143,7 @@ class Track:
 
     def finish(self, grade: Grade | None) -> None:
         """End the track with the turn that it has ended."""
-        self.calls, self.finish_reason, self.grade = False, "stop", grade
+        self.awaits_answer, self.finish_reason, self.grade = False, "stop", grade
 
     def place(self, length: int) -> int:
         """Return the place in ``tokens`` after so many generated ones, with an environment's answer."""
@@ -174,7 +174,7 @@ class Track:
         # the first end of sequence before the limit, if any
         stop = next((n for n in known if token_ids[n] in self.eos_token_ids), end)
         if stop < end and self.takes_turns:
-            self.calls = True
+            self.awaits_answer = True
         elif stop < end:
             self.finish_reason = "stop"
         elif len(token_ids) >= end:

@@ -142,7 +142,7 @@ class OpenLine:
 
     def is_alive_at(self, length: int) -> bool:
         """Return True if the line continues after ``length`` tokens of its response."""
-        open_end = self.track.finish_reason is None and not self.track.calls
+        open_end = self.track.finish_reason is None and not self.track.awaits_answer
         return self.length > length or (self.length == length and open_end)
 
     def await_length(self, length: int) -> None:
@@ -299,16 +299,16 @@ class ForkedAtDeaths(GrowingTree):
                 return launched
         return []
 
-    def calls(self) -> list[Track]:
+    def answerable(self) -> list[Track]:
         """Return the tracks whose turns may be answered: an end forks another line, so a turn waits until no
         line is behind it. Lines that are behind are awaited at the first turn ahead of them."""
-        calling = [line.length for line in self.lines if line.track.calls]
+        waiting = [line.length for line in self.lines if line.track.awaits_answer]
         for line in self.lines:
-            ahead = [length for length in calling if length > line.length]
-            if ahead and line.track.finish_reason is None and not line.track.calls:
+            ahead = [length for length in waiting if length > line.length]
+            if ahead and line.track.finish_reason is None and not line.track.awaits_answer:
                 line.track.awaited = min(min(ahead) - line.offset, line.track.awaited)
         shortest = min((line.length for line in self.lines), default=0)
-        return [line.track for line in self.lines if line.track.calls and line.length == shortest]
+        return [line.track for line in self.lines if line.track.awaits_answer and line.length == shortest]
 
     def die(self, line: OpenLine) -> list[Track]:
         """End a line; fork the heaviest that goes on there and has not just forked; return the new tracks."""

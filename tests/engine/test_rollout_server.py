@@ -41,7 +41,7 @@ from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.sampling.harvester import Harvester
-from megatron_eqlen.types import Delta, Metrics, Part, Prompt, Rollout, rollout_key
+from megatron_eqlen.types import Delta, Metrics, Part, Prompt, Rollout
 from tests.kit.jobs import Job
 from tests.kit.observers import OnPart
 from tests.kit.processes import descendants
@@ -274,11 +274,7 @@ def suspended(
         found, metrics = harvest(
             engine, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe.seed, 0)), [recorder]
         )
-    origins = {
-        rollout_key(rollout): RolloutOrigin(0, engine.policy_version)
-        for rollout in found
-        if rollout.suspended
-    }
+    origins = {rollout.key: RolloutOrigin(0, engine.policy_version) for rollout in found if rollout.suspended}
     progress = read_progress(streams / "step-00000001", PROMPTS, recipe, origins)
     return [rollout for rollout in found if not rollout.suspended], progress, metrics
 
@@ -316,8 +312,8 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     )
     for segment in (segment for rollout in found for segment in rollout.parts):
         segment.carried = False
-    assert_same(sorted([*complete, *found], key=rollout_key), expected)
-    assert announced == set(map(rollout_key, found))
+    assert_same(sorted([*complete, *found], key=lambda rollout: rollout.key), expected)
+    assert announced == {rollout.key for rollout in found}
     assert len(found) == len(carried.partial)
     assert {stream.policy_version for stream in found} == {1}
     assert metrics["engine/live_replicas"] == 1

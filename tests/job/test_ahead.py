@@ -7,7 +7,7 @@ import pytest
 
 from megatron_eqlen.processes import events
 from megatron_eqlen.record.reader import read_step
-from megatron_eqlen.types import RolloutKey, rollout_key
+from megatron_eqlen.types import RolloutKey
 from tests.job.test_carry_over import CARRIED, check_that_every_pair_is_trained_once
 from tests.kit.jobs import start
 from tests.kit.train_runs import column, command, metrics, train, wait_for_steps
@@ -70,7 +70,7 @@ def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_
     drawn: dict[RolloutKey, int] = {}
     for step in range(8):
         for rollout in read_step(folder / f"streams/step-{step:08d}"):
-            drawn_in = drawn.setdefault(rollout_key(rollout), step)
+            drawn_in = drawn.setdefault(rollout.key, step)
             assert step - drawn_in <= 2
             assert min(versions_of(rollout)) >= versions[max(drawn_in - 2, 0)]
     assert 0 < max(record.get("staleness/max", 0) for record in metrics(folder)) <= 2 + 2

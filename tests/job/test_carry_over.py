@@ -7,7 +7,6 @@ from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks
 from tests.kit.talking import ANSWERED
 from tests.kit.train_runs import NO_EVALUATION, column, command, metrics, same_weights, train, wait_for_steps
@@ -24,11 +23,11 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
     for number, step in enumerate(sorted((folder / "streams").glob("step-*"))):
         for stream in read_step(step):
             if not stream.suspended:
-                assert rollout_key(stream) not in pairs
-                pairs[rollout_key(stream)] = len(pairs_of(stream))
+                assert stream.key not in pairs
+                pairs[stream.key] = len(pairs_of(stream))
                 for unit in comparison_units(stream, recipe, Job(recipe).objective)[1]:
-                    trained[rollout_key(stream), unit.members[0].tokens["logprobs"].tobytes()] += 1
-            ended |= {(rollout_key(stream), response.tobytes()) for _, response in stream.ended()}
+                    trained[stream.key, unit.members[0].tokens["logprobs"].tobytes()] += 1
+            ended |= {(stream.key, response.tobytes()) for _, response in stream.ended()}
             versions |= {(number, version) for s in stream.parts for version in s.tokens["versions"].tolist()}
     assert set(trained.values()) == {1}
     assert Counter(key for key, _ in trained) == Counter(pairs), "and all of them"

@@ -22,7 +22,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Delta, Rollout, RolloutKey
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
 from tests.pure.test_ahead import Counting, Graders, Killed, Served, Trained, rollouts, train, world_of_one
@@ -124,7 +124,7 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
         due = due_rollouts(recorded)
         assert [*map(content, step.rollouts)] == [*map(content, due)], "it was trained as recorded"
         for seen in recorded:
-            key = rollout_key(seen)
+            key = seen.key
             assert key not in found.ended
             drawn = found.drawn.setdefault(key, number)
             assert number - drawn <= rollout.max_staleness - seen.suspended
@@ -144,7 +144,7 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
     found = check_record(streams, trained, recipe)
     drawn = {prompt_id: step for (prompt_id, _), step in found.drawn.items()}
     for whole in itertools.chain(*(uninterrupted(*prompt, recipe) for prompt in drawn.items())):
-        key = rollout_key(whole)
+        key = whole.key
         if key not in found.ended:
             assert key not in found.units, "suspended at the end"
         elif (seen := found.ended[key]).outcome != "budget":

@@ -50,17 +50,7 @@ from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import (
-    Delta,
-    Grade,
-    Metrics,
-    Part,
-    Prompt,
-    Rollout,
-    RolloutKey,
-    rollout_key,
-    training_order,
-)
+from megatron_eqlen.types import Delta, Grade, Metrics, Part, Prompt, Rollout, RolloutKey, training_order
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
@@ -121,7 +111,7 @@ class Run:
             record_grades(folder / f"rank-{rank}.arrow", mine)
             found += mine
         self.suspended = {
-            rollout_key(rollout): carried.get(rollout_key(rollout), RolloutOrigin(number))
+            rollout.key: carried.get(rollout.key, RolloutOrigin(number))
             for rollout in found
             if rollout.suspended
         }
@@ -136,7 +126,7 @@ class Run:
         files = recorded_files(folder)
         mine = {key: drawn for key, drawn in carried.items() if key[0] in asked}
         progress = read_progress(folder, prompts, self.recipe, mine)
-        ended = {*map(rollout_key, progress.rollouts)}  # in this step, in an earlier attempt
+        ended = {rollout.key for rollout in progress.rollouts}  # in this step, in an earlier attempt
         for partial in (each for each in progress.partial if each.key not in ended):
             held = {(partial.key, number): len(tokens) for number, tokens in partial.tracks.items()}
             held[partial.key, "parts"] = len(partial.final)
@@ -173,14 +163,14 @@ class Run:
     def grade(self, rollout: Rollout) -> None:
         for part, response in rollout.ended():
             if part.grade is None:
-                self.graded[rollout_key(rollout), part.number] += 1
+                self.graded[rollout.key, part.number] += 1
                 part.grade = Grade(reward_of(response), "wrong")
 
     def teach(self, rollout: Rollout) -> None:
         """Fill the column ``teacher`` where it is missing, as a server does."""
         for part in rollout.parts if self.recipe.teacher else ():
             if "teacher" not in part.tokens:
-                self.graded[rollout_key(rollout), part.number, "teacher"] += 1
+                self.graded[rollout.key, part.number, "teacher"] += 1
                 part.tokens = part.tokens.with_column("teacher", taught(rollout, part))
 
     def whole(self, prompt_id: str) -> list[Rollout]:
@@ -216,8 +206,8 @@ def lessons_of(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[RolloutKey, 
     """Return tokens, reward, advantage and weight of each member of each unit of the rollouts that a step
     trains."""
     rollouts = due_rollouts(rollouts)
-    owner = {id(part): rollout_key(rollout) for rollout in rollouts for part in rollout.parts}
-    found: dict[RolloutKey, list] = {rollout_key(rollout): [] for rollout in rollouts}
+    owner = {id(part): rollout.key for rollout in rollouts for part in rollout.parts}
+    found: dict[RolloutKey, list] = {rollout.key: [] for rollout in rollouts}
     for unit in weighted_units(rollouts, Job(recipe)):
         of_members = zip(unit.members, unit.rewards, unit.nodes, strict=True)
         found[owner[id(unit.members[0])]].append(
@@ -333,7 +323,7 @@ def test_forks_that_follow_an_answer_are_not_lost_where_the_budget_ends_before_i
     monkeypatch.setattr(Slow, "seconds", 0.05)
     for number, budget in ((0, left.generated_tokens), (1, 1)):
         suspended = run.attempt(tmp_path / step_name(number), number, 0, prompts, carried, budget, None)
-        carried = {rollout_key(rollout): RolloutOrigin(0) for rollout in suspended if rollout.suspended}
+        carried = {rollout.key: RolloutOrigin(0) for rollout in suspended if rollout.suspended}
     resumed = read_progress(tmp_path / step_name(2), prompts, run.recipe, carried).partial
     tracks = {partial.key: set(partial.tracks) for partial in resumed}
     assert tracks
@@ -352,14 +342,14 @@ def check_trained_once(case: dict, steps: list, interval: float, cls: type[Deale
             assert not of_step.keys() & lessons.keys()
             lessons |= of_step
             for rollout in rollouts:
-                assert rollout_key(rollout) not in complete
+                assert rollout.key not in complete
                 if not rollout.suspended:
-                    complete[rollout_key(rollout)] = rollout
+                    complete[rollout.key] = rollout
                     assert versions_of(rollout) <= set(range(number + 1))
         assert not run.suspended
         whole = [rollout for prompt_id in run.drawn for rollout in run.whole(prompt_id)]
         for want in whole:
-            found = complete.pop(rollout_key(want))
+            found = complete.pop(want.key)
             assert content(found) == content(want)
             if case["routes"] and any(map(len, found.parts)):
                 check_routes(found)

@@ -987,10 +987,10 @@ def test_a_fork_gets_a_copy_of_the_environment_only_as_it_was_where_it_forks():
     line.takes_turns = True
     line.extend(Delta(line.name, [CALL, END], {"logprobs": [0.0] * 2}), 0)
     line.answer([7], 0)
-    harvester = SimpleNamespace(line=lambda number: [Part(Tokens.of([]))])
+    harvester = SimpleNamespace(key=("p", 0), line=lambda number: [Part(Tokens.of([]))])
     for answered, copies in ((1, 0), (0, 1)):
         dialogues._states["p", 0] = {0: _State(Talker(QUESTION, 0), line, answered)}
-        dialogues.fork(("p", 0), harvester, [fork])
+        dialogues.fork(harvester, [fork])
         assert dialogues.counts["copies"] == copies
         assert (1 in dialogues._states["p", 0]) == bool(copies)
 

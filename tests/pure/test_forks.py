@@ -320,8 +320,8 @@ def test_the_turn_of_a_line_waits_for_the_lines_behind_it():
     extend(calling, 5, calls=True)
     extend(behind, 3)
     extend(later, 7, calls=True)
-    assert tree.calls() == []
+    assert tree.answerable() == []
     assert behind.awaited == 5, "the nearest of the turns ahead"
     extend(behind, 2)
-    assert tree.calls() == [calling]
+    assert tree.answerable() == [calling]
     assert behind.awaited == 7

@@ -33,7 +33,7 @@ from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import ProbeOptions, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import FORCED, PROBE, ProbeSampling
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Part, Rollout, rollout_key, tokens_along
+from megatron_eqlen.types import Grade, Part, Rollout, tokens_along
 from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
 from tests.kit.sentencepiece_maker import write_llama_tokenizer
 from tests.pure.test_forks import recipe
@@ -68,7 +68,7 @@ def sampled(sampling):
 def asked(rollout, places, samples, seed=0):
     """Continue a rollout at places, and look at its lines, of a group at the first."""
     lines = [(rollout, line) for line in rollout.lines()][: 1 if rollout.kind == "independent" else None]
-    return ProbeSampling([rollout], lines, {rollout_key(rollout): dict.fromkeys(places, 0)}, samples, seed)
+    return ProbeSampling([rollout], lines, {rollout.key: dict.fromkeys(places, 0)}, samples, seed)
 
 
 def probed(kind, settings, choose, progress=None, observers=()):

@@ -30,7 +30,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of,
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, every_rollout
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.tokens import Ragged, Tokens
-from megatron_eqlen.types import Delta, Grade, Metrics, Part, Prompt, Rollout, rollout_key
+from megatron_eqlen.types import Delta, Grade, Metrics, Part, Prompt, Rollout
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 from tests.kit.recipes import SMALL
@@ -407,7 +407,7 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
     engine = ScriptedEngine(random.Random(case["chaos"]), case["end"])
     rollouts, _ = harvested(engine, recipe, 3, case["seed"], [OnPart(hear)])
     for rollout in rollouts:
-        heard = announced[rollout_key(rollout)]
+        heard = announced[rollout.key]
         parts = list(rollout.parts)
         assert sampling != "independent" or len(parts) == recipe.group_size, "also where a budget ends it"
         assert [heard[number][0] for number in sorted(heard)] == parts

@@ -42,7 +42,7 @@ from megatron_eqlen.record.reader import (
 from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Placeholder, Tokens
-from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, rollout_key, training_order
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, training_order
 from tests.pure.test_rollout_harvest import make_recipe
 
 
@@ -265,7 +265,7 @@ def shape(rollout) -> list:
     ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
     layouts = [s.tokens.layout for s in rollout.parts]
     layouts += [rollout.prompt_columns and rollout.prompt_columns.layout]
-    return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended, layouts]
+    return [rollout.key, training_order(rollout), rollout.policy_version, facts, ended, layouts]
 
 
 def test_skeletons_have_everything_but_arrays(tmp_path):
@@ -293,7 +293,7 @@ def test_skeletons_read_no_arrays(tmp_path):
     data[100_000:300_000] = bytes(200_000)
     (tmp_path / "rank-0.arrow").write_bytes(data)
     skeletons = read_skeletons(step_files(tmp_path))
-    assert [rollout_key(skeleton) for skeleton in skeletons] == [rollout_key(long), rollout_key(STREAM)]
+    assert [skeleton.key for skeleton in skeletons] == [long.key, STREAM.key]
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
         fill_numbers(skeletons, step_files(tmp_path))
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):

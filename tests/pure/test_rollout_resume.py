@@ -32,7 +32,7 @@ from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
 from megatron_eqlen.record.recorder import OPEN_FILES, Recorder
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, rollout_key
+from megatron_eqlen.types import Metrics, Part, Prompt, Rollout
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import (
@@ -114,8 +114,8 @@ def attempt(
     if not recipe.rollout.carry_over:
         remove_open_tracks(files, NAMES)
     for rollout in rollouts:
-        if rollout_key(rollout) not in map(rollout_key, left.rollouts):  # those that were recorded, too
-            heard = sorted(announced[rollout_key(rollout)], key=lambda part: part.number)
+        if rollout.key not in [known.key for known in left.rollouts]:  # those that were recorded, too
+            heard = sorted(announced[rollout.key], key=lambda part: part.number)
             assert heard == list(rollout.parts)
     return rollouts, metrics, left
 
