@@ -204,34 +204,34 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def probe(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.run.probe import ProbeOptions, Target
+    from megatron_eqlen.run.probe import ProbeFolder, ProbeOptions, Target
     from megatron_eqlen.run.probe import probe as continue_rollouts
 
     run: Path = arguments.run
     names = ("run", "step", "at", "samples", "budget", "seed", "force")
     job = Job(pinned(load(run / RECIPE, run=run), run))
     target = Target(job, ProbeOptions(**{name: getattr(arguments, name) for name in names}))
-    out = arguments.out or run / "probes" / step_name(arguments.step)
+    folder = ProbeFolder(target, arguments.out or run / "probes" / step_name(arguments.step))
     # Ranks that this command starts run it again, and print nothing.
     if "RANK" not in os.environ:
         print(target.cost(), flush=True)
         if arguments.dry_run:
             return 0
     if os.environ.get("RANK", "0") == "0":
-        refuse_unwritable(out)
-        target.prepare(out)
+        refuse_unwritable(folder.out)
+        folder.prepare()
     # Weights between two checkpoints are trained again from the recorded steps.
-    if target.steps and not is_whole(target.weights(out)):
+    if target.steps and not is_whole(folder.weights):
 
         def train_again() -> None:
             from megatron_eqlen.run.loop import train
 
-            train(target.training(out), target.streams, target.steps)
+            train(folder.training, target.streams, target.steps)
 
-        status = _on_ranks(target.training(out), train_again)
+        status = _on_ranks(folder.training, train_again)
         if status or "RANK" in os.environ:  # ranks that another command started: it goes on
             return status
-    return _on_ranks(target.sampling(out), lambda: continue_rollouts(target, out))
+    return _on_ranks(folder.sampling, lambda: continue_rollouts(folder))
 
 
 def convert(arguments: argparse.Namespace) -> int:

@@ -57,7 +57,6 @@ class Generator(InTurn):
         self.conversations = conversations(self.recipe, session.tokenizer)
         if self.conversations is not None:
             session.ends_with(self.conversations.close)
-        self._tools = tools(self.recipe)
         if synced and self.recipe.teacher.url and session.replicas.drives:
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
         self.source = source
@@ -72,8 +71,9 @@ class Generator(InTurn):
         placed = self.recipe.sampling == "tree" and self.recipe.tree_sampling.fork == "profile"
         self.placed = PlacedTrees(self.recipe) if placed else None
         self.kind: TreeSampling | None = self.placed
-        self.recorded: tuple[int | None, list[Path]] = None, []
-        """(number of a step, files that an earlier process recorded of it)."""
+        self._recorded_step: int | None = None
+        self._recorded_files: list[Path] = []
+        """Files that an earlier process recorded of the step with this number."""
 
     # ---- prompts ------------------------------------------------------------------------------------
 
@@ -84,32 +84,32 @@ class Generator(InTurn):
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
-        if len(step.batches) >= most or step.prompts >= wanted:
+        if len(step.batch_metrics) >= most or step.prompts >= wanted:
             return []
         # the first batch: resume what the step before suspended, and place the forks of new trees
-        if not step.batches:
+        if not step.batch_metrics:
             self.carried = CarryOver(resumed=self.carried.suspended)
             for moved in self.placed.decide() if self.placed else ():
                 self.session.progress.say(moved)
-        return agree(lambda: self._draw(step, {} if step.batches else self.carried.resumed, wanted))
+        return agree(lambda: self._draw(step, {} if step.batch_metrics else self.carried.resumed, wanted))
 
     def _draw(self, step: Step, resumed: Collection[RolloutKey], wanted: int) -> list[Prompt]:
         """Return, on rank 0, the prompts of ``resumed`` rollouts, and new ones up to ``wanted`` in all."""
         assert self.source is not None
-        prompts: list[Prompt] = []
-        if resumed:
-            # the source has drawn these prompts before; the step that suspended them has recorded them
-            names = {prompt_id for prompt_id, _ in resumed}
-            before = self.streams / step_name(step.number - 1)
-            files = reader.step_files(before)
-            prompts = [prompt for prompt in reader.read_prompts(files) if prompt.prompt_id in names]
-            if lost := names - {prompt.prompt_id for prompt in prompts}:
-                found = f"expected {len(names)} suspended prompts, found nothing of {min(lost)}"
-                raise reader.PartialRolloutError(f"{before}: {found}; go back to an earlier checkpoint")
-            begun = [rollout for rollout in reader.read_skeletons(files) if rollout.key in resumed]
-            # suspended rollouts keep the engine as busy as so many new prompts
-            wanted -= min(wanted, round(open_prompts(begun, self.recipe)))
-        return prompts + self.source.next(wanted)
+        if not resumed:
+            return self.source.next(wanted)
+        # the source has drawn these prompts before; the step that suspended them has recorded them
+        names = {prompt_id for prompt_id, _ in resumed}
+        before = self.streams / step_name(step.number - 1)
+        files = reader.step_files(before)
+        prompts = [prompt for prompt in reader.read_prompts(files) if prompt.prompt_id in names]
+        if lost := names - {prompt.prompt_id for prompt in prompts}:
+            found = f"expected {len(names)} suspended prompts, found nothing of {min(lost)}"
+            raise reader.PartialRolloutError(f"{before}: {found}; go back to an earlier checkpoint")
+        suspended = [rollout for rollout in reader.read_skeletons(files) if rollout.key in resumed]
+        # suspended rollouts keep the engine as busy as so many new prompts
+        as_prompts = round(open_prompts(suspended, self.recipe))
+        return prompts + self.source.next(max(wanted - as_prompts, 0))
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         if self.source is not None:
@@ -126,16 +126,11 @@ class Generator(InTurn):
 
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
         """Generate the rollouts that are not recorded yet; one rank of each replica records them."""
-        replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
+        replicas = self.session.replicas
         # once a step: files of its later batches of prompts are of this process, not of an earlier attempt
-        if self.recorded[0] != step.number:
-            # with staleness weights are synced during a harvest, so tokens may be newer than its beginning
-            newest = math.inf if self.recipe.rollout.staleness else step.policy_version
-            oldest = {key: origin.oldest_version for key, origin in self.carried.resumed.items()}
-            folder = self.streams / step.name
-            agree(lambda: reader.set_aside_stale(folder, step.policy_version, newest, oldest))
-            self.recorded = step.number, agree(lambda: reader.recorded_files(self.streams / step.name))
-        plan = self._plan(step, mine)
+        if self._recorded_step != step.number:
+            self._find_recorded(step)
+        plan = self._plan(step, replicas.share(prompts))
         # grade what an earlier attempt recorded, while the engine generates the rest
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         # the stage lasts until the record is on disk
@@ -149,17 +144,26 @@ class Generator(InTurn):
         combined = at_once(gather([metrics] if replicas.leads else []))
         # every rank has read the files that are removed now
         if distributed.is_rank0() and not self.recipe.rollout.carry_over:
-            reader.remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
+            reader.remove_open_tracks(self._recorded_files, {prompt.prompt_id for prompt in prompts})
         measured = combined | seconds | position_metrics(position)
         return Batch(replicas.part(rollouts), measured, position, prompts)
+
+    def _find_recorded(self, step: Step) -> None:
+        """Find what an earlier attempt at the step recorded, and set aside what other weights generated."""
+        # with staleness weights are synced during a harvest, so tokens may be newer than its beginning
+        newest = math.inf if self.recipe.rollout.staleness else step.policy_version
+        oldest = {key: origin.oldest_version for key, origin in self.carried.resumed.items()}
+        folder = self.streams / step.name
+        agree(lambda: reader.set_aside_stale(folder, step.policy_version, newest, oldest))
+        self._recorded_step, self._recorded_files = step.number, agree(lambda: reader.recorded_files(folder))
 
     def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
         """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
         replicas = self.session.replicas
         prompt_ids = {prompt.prompt_id for prompt in prompts}
         resumed = {key: origin for key, origin in self.carried.resumed.items() if key[0] in prompt_ids}
-        folder, files = self.streams / step.name, self.recorded[1]
-        progress = reader.read_progress(folder, prompts, self.recipe, resumed, files)
+        folder = self.streams / step.name
+        progress = reader.read_progress(folder, prompts, self.recipe, resumed, self._recorded_files)
         recipe, budget = self.recipe, self.recipe.rollout.tokens_per_step
         if budget is not None:  # one replica's
             changes = {"tokens_per_step": max(1, budget // replicas.count)}
@@ -197,11 +201,6 @@ class Generator(InTurn):
         if graded or self.session.replicas.leads:
             record_grades(self._file(step), graded)
 
-    def problems(self, benchmark: BenchmarkRecipe) -> list[Prompt]:
-        """Return all problems of a benchmark, the same on every rank."""
-        data, tokenizer = self.recipe.data, self.session.tokenizer
-        return agree(lambda: read_benchmark(benchmark, data, tokenizer, self._tools))
-
     def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
         session, version = self.session, self.engine.policy_version
         if earlier is not None and agree(lambda: earlier.is_of(subject(benchmark, self.recipe, version))):
@@ -209,7 +208,7 @@ class Generator(InTurn):
         return evaluate(
             self.engine,
             benchmark,
-            self.problems(benchmark),
+            problems(session, benchmark),
             session.scorer,
             self.recipe,
             session.tokenizer.eos_token_ids,
@@ -238,16 +237,20 @@ class Generator(InTurn):
 
 
 class OneHarvest(Generator):
-    """Rollouts of a benchmark's problems, or of a probe, which are harvested in a single step."""
+    """Rollouts of given prompts, harvested in a single step. ``kind``: their maker; None: the recipe's."""
 
     def __init__(
-        self, session: Session, streams: Path, of: BenchmarkRecipe | ProbeSampling, synced: bool = False
-    ) -> None:
+        self, session: Session, streams: Path, prompts: list[Prompt], kind: ProbeSampling | None = None,
+        synced: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(session, streams, synced)
-        self.of, self.placed = of, None
-        self.kind = of if isinstance(of, ProbeSampling) else None
+        self.given, self.kind, self.placed = prompts, kind, None
 
     def prompts(self, step: Step) -> list[Prompt]:
-        if step.batches:
-            return []
-        return self.of.prompts if isinstance(self.of, ProbeSampling) else self.problems(self.of)
+        return [] if step.batch_metrics else self.given
+
+
+def problems(session: Session, benchmark: BenchmarkRecipe) -> list[Prompt]:
+    """Return all problems of a benchmark, the same on every rank."""
+    recipe, tokenizer = session.recipe, session.tokenizer
+    return agree(lambda: read_benchmark(benchmark, recipe.data, tokenizer, tools(recipe)))

@@ -26,7 +26,7 @@ from megatron_eqlen.report.diagnosis import unforked
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
-from megatron_eqlen.run.generation import Generator, OneHarvest
+from megatron_eqlen.run.generation import Generator, OneHarvest, problems
 from megatron_eqlen.run.prompts import start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.rollouts import Rollouts
@@ -98,7 +98,7 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             events.append(out, "harvest")
         session.keep_date(out)
         if benchmark is not None:
-            generator = OneHarvest(session, out, benchmark)
+            generator = OneHarvest(session, out, problems(session, benchmark))
         else:
             generator = Generator(session, out, synced=False, source=start_prompts(session))
         step = generator.collect(Step(number=0, policy_version=0))

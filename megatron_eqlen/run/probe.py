@@ -85,7 +85,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True)
 class Target:
-    """A step of a run, its recorded rollouts, and the places of those that are probed."""
+    """What is probed: places in the recorded rollouts of a run's step, and the weights that sampled them."""
 
     job: Job
     options: ProbeOptions
@@ -182,7 +182,7 @@ class Target:
         if speed.sum() > 0:
             told += f", {expected / speed[0]:.0f} s at its speed without the start"
         # without a checkpoint of these weights, steps from the newest one before are trained again
-        first = max((n for n, _ in self._checkpoints), default=0)
+        first = max((n for n, _ in self.checkpoints), default=0)
         if first < self.steps:
             check_steps(self.streams, first, self.steps)
             seconds = np.nansum(known["time/train"][(known.steps > first) & (known.steps <= self.steps)])
@@ -191,7 +191,7 @@ class Target:
         return f"step {options.step}: {told}"
 
     @property
-    def _checkpoints(self) -> list[tuple[int, Path]]:
+    def checkpoints(self) -> list[tuple[int, Path]]:
         """Checkpoints of the run that are not after the step's weights."""
         kept = files.step_folders(self.options.run / "checkpoints")
         return [(n, path) for n, path in kept if n <= self.steps]
@@ -248,17 +248,38 @@ class Target:
             if length < room and is_open[length]
         }
 
-    def weights(self, out: Path) -> Path:
-        """Return the folder of the weights that sampled the rollouts, which may have to be made."""
-        return out / "weights/export" if self.steps else self.job.folder
 
-    def training(self, out: Path) -> Job:
-        """Return the run whose export is ``weights``."""
-        return _apart(self.job.recipe, out / "weights")
+@dataclass(frozen=True)
+class ProbeFolder:
+    """Folder of a probe, with the jobs that write there."""
 
-    def prepare(self, out: Path) -> None:
-        """Write the options to ``out``, and copy the checkpoint. Raises ValueError if ``out`` has others."""
-        asked = asdict(self.options) | {"run": str(self.options.run.resolve())}
+    target: Target
+    out: Path
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the weights that sampled the rollouts, which may have to be made."""
+        return self.out / "weights/export" if self.target.steps else self.target.job.folder
+
+    @property
+    def training(self) -> Job:
+        """The run whose export is ``weights``."""
+        return _apart(self.target.job.recipe, self.out / "weights")
+
+    @property
+    def sampling(self) -> Job:
+        """The job of the continuations: the run's sampling, limits, environments and graders."""
+        # probes train nothing: no budget, no columns for the loss, no selection of prompts
+        rollout = {"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0}
+        model = {"path": str(self.weights), "revision": None} if self.target.steps else {}
+        loss, teacher = {"dynamic_sampling": False}, {"path": "", "url": ""}
+        recipe = self.target.job.recipe
+        return _apart(recipe, self.out, model=model, rollout=rollout, loss=loss, teacher=teacher)
+
+    def prepare(self) -> None:
+        """Write the options, and copy the checkpoint. Raises ValueError if the folder has others."""
+        target, options, out = self.target, self.target.options, self.out
+        asked = asdict(options) | {"run": str(options.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)
         other = sorted(path.name for path in out.iterdir() if path.name not in begun and path.name[0] != ".")
@@ -273,24 +294,16 @@ class Target:
                     if (found := before.get(key)) != value:
                         raise ValueError(f"--out {out}: holds another probe ({key}: {found!r} -> {value!r})")
                 return
-            recorded = self.streams / files.step_name(self.options.step - 1)
+            recorded = target.streams / files.step_name(options.step - 1)
             if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
                 (out / "recorded").unlink(missing_ok=True)
                 (out / "recorded").symlink_to(recorded.resolve())
-            if self.steps and self._checkpoints:
+            if target.steps and target.checkpoints:
                 files.remove_partial(out / "weights/checkpoints")
-                checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
-                shutil.copyfile(self.options.run / METRICS, out / "weights" / METRICS)
+                checkpoint_folder.copy(target.checkpoints[-1][1], out / "weights/checkpoints")
+                shutil.copyfile(options.run / METRICS, out / "weights" / METRICS)
             # last: from now on the folder is that of this probe
             files.write_json(file, {"asked": asked})
-
-    def sampling(self, out: Path) -> Job:
-        """Return the job of the continuations: the run's sampling, limits, environments and graders."""
-        # probes train nothing: no budget, no columns for the loss, no selection of prompts
-        rollout = {"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0}
-        model = {"path": str(self.weights(out)), "revision": None} if self.steps else {}
-        loss, teacher = {"dynamic_sampling": False}, {"path": "", "url": ""}
-        return _apart(self.job.recipe, out, model=model, rollout=rollout, loss=loss, teacher=teacher)
 
 
 def _apart(recipe: Recipe, folder: Path, **changes: dict[str, Any]) -> Job:
@@ -322,20 +335,21 @@ def before_marker(texts: Sequence[str], generated: Sequence[bool] | np.ndarray, 
     return is_open
 
 
-def probe(target: Target, out: Path) -> None:
+def probe(folder: ProbeFolder) -> None:
     """Continue the step's rollouts, and write and print the result. A probe that was cut off is completed."""
-    with Session(target.sampling(out)) as session:
+    target, out = folder.target, folder.out
+    with Session(folder.sampling) as session:
         hold = Hold(out) if distributed.is_rank0() else None
-        step, version = Step(number=target.options.step - 1, policy_version=target.version), target.version
-        served = session.recipe.rollout.engine == "server" and version > 0
-        generator = OneHarvest(session, out, target.kind, synced=served)
+        step = Step(number=target.options.step - 1, policy_version=target.version)
+        served = session.recipe.rollout.engine == "server" and target.version > 0
+        generator = OneHarvest(session, out, target.kind.prompts, target.kind, synced=served)
         if served:  # servers hold the weights of their start, or of a sync
-            folder = HFFolder(session.job.folder)
+            model = HFFolder(session.job.folder)
             generator.engine.wake()
-            weights = ((name, folder.tensor(name)) for name in folder.entries)
-            generator.engine.update_weights(weights, version)
+            weights = ((name, model.tensor(name)) for name in model.entries)
+            generator.engine.update_weights(weights, target.version)
         else:
-            generator.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each
+            generator.engine.policy_version = target.version  # pyright: ignore[reportAttributeAccessIssue]  of each
         generator.collect(step)
         distributed.gather([])  # every rank has written its grades
         if hold is not None:

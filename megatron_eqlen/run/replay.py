@@ -25,7 +25,7 @@ class Replay(InTurn):
 
     def prompts(self, step: Step) -> list[Prompt]:
         """Return all prompts of the recorded step. Raises ReplayError if it does not fit the recipe."""
-        if step.batches:
+        if step.batch_metrics:
             return []
         self._check_step(step.number)
         return agree(lambda: read_prompts(step_files(self.streams / step.name)))

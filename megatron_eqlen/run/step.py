@@ -45,9 +45,9 @@ class Step:
     the rank that graded them, skeletons elsewhere."""
     drawn: tuple[TokenTree, ...] = ()
     """Lines to compare with the engine, among all that was generated."""
-    batches: tuple[Metrics, ...] = ()
+    batch_metrics: tuple[Metrics, ...] = ()
     """Metrics of generation and scoring, for each batch of prompts."""
-    measured: Metrics = field(default_factory=dict)
+    stage_metrics: Metrics = field(default_factory=dict)
     """Metrics of the other stages."""
     data_position: dict[str, Any] | None = None
     """Position of the data source after the step's prompts; on rank 0 alone."""
@@ -64,7 +64,7 @@ class Step:
     @property
     def metrics(self) -> Metrics:
         """All metrics. Raises MetricError for a name that is not declared."""
-        return check(in_turn(self.batches) | self.measured)
+        return check(in_turn(self.batch_metrics) | self.stage_metrics)
 
     def add(self, batch: Batch) -> Step:
         """Return this step with another batch of scored rollouts."""
@@ -72,10 +72,10 @@ class Step:
             self,
             rollouts=(*self.rollouts, *batch.rollouts),
             drawn=(*self.drawn, *batch.drawn),
-            batches=(*self.batches, batch.metrics),
+            batch_metrics=(*self.batch_metrics, batch.metrics),
             data_position=batch.data_position,
         )
 
     def log(self, metrics: Metrics) -> Step:
         """Return this step with more metrics."""
-        return dataclasses.replace(self, measured=self.measured | metrics)
+        return dataclasses.replace(self, stage_metrics=self.stage_metrics | metrics)

@@ -30,7 +30,7 @@ from megatron_eqlen.report.audit import Change, audit
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import QUARTERS, Probed, _mean_reward, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
-from megatron_eqlen.run.probe import ProbeOptions, Target, ends_of_sentences
+from megatron_eqlen.run.probe import ProbeFolder, ProbeOptions, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import FORCED, PROBE, ProbeSampling
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Rollout, tokens_along
@@ -186,7 +186,7 @@ def test_a_folder_that_holds_something_else_than_this_probe_is_left_as_it_is(nam
     (tmp_path / name).write_text(text)
     target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), ProbeOptions(tmp_path / "run", 1))
     with pytest.raises(ValueError, match=says):
-        target.prepare(tmp_path)
+        ProbeFolder(target, tmp_path).prepare()
     assert [(file.name, file.read_text()) for file in tmp_path.glob("[!.]*")] == [(name, text)]
 
 
@@ -194,11 +194,12 @@ def test_one_probe_at_a_time_writes_to_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_eqlen.processes.hold.PATIENCE", 0.0)
     target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), ProbeOptions(tmp_path / "run", 1))
     vars(target)["steps"] = 0
+    folder = ProbeFolder(target, tmp_path / "out")
     (tmp_path / "out").mkdir()
     with closing(Hold(tmp_path / "out")), pytest.raises(HeldError, match="another run is writing here"):
-        target.prepare(tmp_path / "out")
-    target.prepare(tmp_path / "out")
-    target.prepare(tmp_path / "out")
+        folder.prepare()
+    folder.prepare()
+    folder.prepare()
 
 
 def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it():
