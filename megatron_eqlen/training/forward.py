@@ -65,7 +65,7 @@ def run_rows(
             None,
             packed_seq_params=TreeParams.from_row(row),
             supervised=torch.from_numpy(at).to(device()),
-            head=Head.of(row, at, temperature, group, logits_chunk or max(1, len(at)), device()),
+            head=Head.of(row, at, temperature, group, logits_chunk or max(1, len(at))),
         )
 
         def reduce(output: torch.Tensor, non_loss_data: bool = False) -> Any:

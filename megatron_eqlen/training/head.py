@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor
 
+from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.tokens import Ragged
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
 from megatron_eqlen.types import Row
@@ -48,28 +49,20 @@ class Head:
     """Most tokens whose logits exist at once: a multiple of UNIT, or at least the row's tokens."""
 
     @classmethod
-    def of(
-        cls,
-        row: Row,
-        at: np.ndarray,
-        temperature: float,
-        group: dist.ProcessGroup,
-        chunk: int,
-        device: torch.device,
-    ) -> Head:
+    def of(cls, row: Row, at: np.ndarray, temperature: float, group: dist.ProcessGroup, chunk: int) -> Head:
         """Make the head of a row. ``at`` [n] int64: all or some of its supervised positions."""
-        labels = torch.from_numpy(row.labels[at]).to(device)
+        labels = torch.from_numpy(row.labels[at]).to(device())
         if (kept := row.columns.get("kept")) is None:
             return cls(labels, None, None, temperature, group, chunk)
         assert isinstance(kept, Ragged)
         # [supervised positions] bool, and the same for each id of their masks
         chosen = np.isin(np.flatnonzero(row.weights > 0), at)
         inside, counts = chosen.repeat(kept.counts), kept.counts[chosen]
-        ids, lengths = (torch.from_numpy(each).to(device) for each in (kept.values[inside], counts))
+        ids, lengths = (torch.from_numpy(each).to(device()) for each in (kept.values[inside], counts))
         logprobs = None
         if (sampled := row.columns.get("kept_logprobs")) is not None:
             assert isinstance(sampled, Ragged)
-            logprobs = torch.from_numpy(sampled.values[inside]).to(device)
+            logprobs = torch.from_numpy(sampled.values[inside]).to(device())
         mask = (ids, lengths, logprobs)
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
