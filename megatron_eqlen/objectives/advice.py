@@ -35,9 +35,9 @@ def baseline_gain(rollouts: Sequence[Rollout], recipe: Recipe) -> Factor | None:
     # squared distances of rewards from what they are compared with, weighed as in the gradient's noise
     for column, baseline in enumerate((prompt_mean, fitted)):
         values = token_baselines(units, rollouts, baseline, recipe.rollout.max_response_length)
-        for unit, of_unit in zip(units, values, strict=True):
+        for unit, baselines in zip(units, values, strict=True):
             weight = (unit.share or 0.0) / len(unit.members)
-            for reward, known in zip(unit.rewards, of_unit, strict=True):
+            for reward, known in zip(unit.rewards, baselines, strict=True):
                 if known is not None:
                     noise[unit.prompt_id][column] += weight**2 * np.square(reward - known).sum()
     sums = np.array([*noise.values()]).reshape(-1, 2)

@@ -61,27 +61,26 @@ def build_minibatches(
     """
     objective, homes = job.objective, {rollout.home for rollout in rollouts if rollout.parts}
     together = objective.whitened or job.recipe.equal_length.baseline == "streams"
-    joined = gather
+    gather_units = gather
     if rank is not None and (len(homes) < 2 or together or objective.baseline is not of_unit):
-        # all ranks would wait for the only home, or need the units of the whole batch
-        rank, joined = None, list
-    # [minibatches], each with the trees and units of its prompts
-    parts = _minibatches(rollouts, job.recipe)
-    batches = _weigh(parts, job, joined, rank)
-    units = [unit for batch in batches for unit in batch.units]
+        # all ranks would wait for the only home, or need the units of the whole batch: each compares all
+        rank, gather_units = None, list
+    parts = _split(rollouts, job.recipe)
+    minibatches = _weigh(parts, job, gather_units, rank)
+    units = [unit for minibatch in minibatches for unit in minibatch.units]
     own = [rollout for rollout in rollouts if rollout.is_at(rank)]
-    metrics = unit_metrics(units, own, job.recipe, joined)
+    metrics = unit_metrics(units, own, job.recipe, gather_units)
     if policy_version is not None:
         metrics |= staleness_metrics(units, policy_version, gather)
-    if joined is not list:
-        trees = [tree for batch in batches for tree in batch.trees]
-        _fill(trees, [rollout for part in parts for rollout in part], joined)
-    return [batch.trees for batch in batches], metrics
+    if gather_units is not list:
+        trees = [tree for minibatch in minibatches for tree in minibatch.trees]
+        _fill(trees, [rollout for part in parts for rollout in part], gather_units)
+    return [minibatch.trees for minibatch in minibatches], metrics
 
 
 def weighted_units(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> list[ComparisonUnit]:
     """Return the comparison units of ``build_minibatches``, with advantages and weights."""
-    return [unit for batch in _weigh(_minibatches(rollouts, job.recipe), job) for unit in batch.units]
+    return [unit for minibatch in _weigh(_split(rollouts, job.recipe), job) for unit in minibatch.units]
 
 
 def has_gradient(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> dict[str, bool]:
@@ -92,7 +91,8 @@ def has_gradient(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> dict[str, 
     return found
 
 
-def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollout]]:
+def _split(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollout]]:
+    """Return the rollouts of each minibatch."""
     order = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     count = min(recipe.loss.minibatches, max(len(order), 1))
     # consecutive prompts, nearly equally many in each part
@@ -101,11 +101,10 @@ def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollo
 
 
 @dataclass
-class _Batch:
-    """Rollouts that one optimizer step averages over."""
+class _Minibatch:
+    """Trees and units of the rollouts that one optimizer step averages over."""
 
-    rollouts: Counter[str]
-    """Number of rollouts of each prompt."""
+    rollouts_of_prompt: Counter[str]
     trees: list[TokenTree] = field(default_factory=list)
     units: list[ComparisonUnit] = field(default_factory=list)
 
@@ -129,15 +128,15 @@ def _fill(trees: Sequence[TokenTree], rollouts: Sequence[Rollout], gather: Gathe
 
 def _weigh(
     parts: Sequence[Sequence[Rollout]], job: ResolvedRecipe, gather: Gather = list, rank: int | None = None
-) -> list[_Batch]:
+) -> list[_Minibatch]:
     recipe, objective = job.recipe, job.objective
     first = [0, *accumulate(map(len, parts))]
     batches = [_compare(part, recipe, objective, at, rank) for part, at in zip(parts, first, strict=False)]
     units = [unit for batch in batches for unit in batch.units]
-    _set_advantages(units, objective, recipe)
+    _set_advantages(units, recipe, objective)
     if objective.baseline is not of_unit:
         rollouts = [rollout for part in parts for rollout in part]
-        _set_token_advantages(units, rollouts, objective, recipe)
+        _set_token_advantages(units, rollouts, recipe, objective)
     _mark_trained(units, recipe)
     # of all ranks' counted units
     tokens = Counter[str]()
@@ -150,9 +149,9 @@ def _weigh(
 
 def _compare(
     rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, first: int = 0, rank: int | None = None
-) -> _Batch:
+) -> _Minibatch:
     """Return the units of ``rollouts``, which are numbered from ``first`` on. Others' trees are empty."""
-    batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
+    batch = _Minibatch(Counter(rollout.prompt_id for rollout in rollouts))
     for number, rollout in enumerate(rollouts, first):
         if not rollout.is_at(rank):
             batch.trees.append(TokenTree("", []))
@@ -173,7 +172,7 @@ def _compare(
     return batch
 
 
-def _set_advantages(units: list[ComparisonUnit], objective: Objective, recipe: Recipe) -> None:
+def _set_advantages(units: list[ComparisonUnit], recipe: Recipe, objective: Objective) -> None:
     advantages = [_advantages(unit, objective) for unit in units]
     if objective.advantage is dr_grpo and recipe.sampling == "tree" and is_on_policy(recipe, objective):
         # r - mean is (M - 1) / M of r - mean of the others: the factor of the prompt's lines, at every fork
@@ -189,7 +188,7 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective, recipe: R
 
 
 def _set_token_advantages(
-    units: list[ComparisonUnit], rollouts: Sequence[Rollout], objective: Objective, recipe: Recipe
+    units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective
 ) -> None:
     """Compare each token with its own baseline; a unit's advantages become means."""
     found = token_baselines(units, rollouts, objective.baseline, recipe.rollout.max_response_length)
@@ -248,22 +247,22 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
         unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
 
 
-def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective, tokens: Mapping[str, int]) -> None:
+def _set_weights(batch: _Minibatch, recipe: Recipe, objective: Objective, tokens: Mapping[str, int]) -> None:
     counted = Counter(unit.rollout for unit in batch.units if unit.counted)
-    size = _size(batch, recipe, tokens)
+    size = _batch_size(batch, recipe, tokens)
     where = f"aggregation {described(objective.aggregation)}"
     for unit in batch.units:
         if not unit.trained:
             continue
         # prompts x rollouts of a prompt, among which the loss is averaged
-        rollouts = len(batch.rollouts) * batch.rollouts[unit.prompt_id]
+        averaged: float = len(batch.rollouts_of_prompt) * batch.rollouts_of_prompt[unit.prompt_id]
         if unit.share is not None or recipe.rollout.carry_over:
-            rollouts = recipe.data.prompts_per_step * recipe.rollouts_per_prompt / recipe.loss.minibatches
+            averaged = recipe.data.prompts_per_step * recipe.rollouts_per_prompt / recipe.loss.minibatches
         # 1 / (prompts x rollouts x units x members), or the unit's own share of its rollout
         if unit.share is None:
-            sequence = 1 / (rollouts * counted[unit.rollout] * len(unit.nodes))
+            sequence = 1 / (averaged * counted[unit.rollout] * len(unit.nodes))
         else:
-            sequence = unit.share / (rollouts * len(unit.nodes))
+            sequence = unit.share / (averaged * len(unit.nodes))
         lengths, signs = unit.lengths, [(value > 0) - (value < 0) for value in unit.advantages]
         # members of each sign and their tokens, for averages that balance them
         alike, alike_tokens = Counter(signs), Counter[int]()
@@ -276,14 +275,15 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective, tokens: Ma
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
 
 
-def _size(batch: _Batch, recipe: Recipe, tokens: Mapping[str, int]) -> BatchSize:
-    counted = {prompt_id: tokens[prompt_id] for prompt_id in batch.rollouts if prompt_id in tokens}
+def _batch_size(batch: _Minibatch, recipe: Recipe, tokens: Mapping[str, int]) -> BatchSize:
+    rollouts = batch.rollouts_of_prompt
+    counted = {prompt_id: tokens[prompt_id] for prompt_id in rollouts if prompt_id in tokens}
     of_prompt: dict[str, float] = {**counted}
-    prompts: float = len(batch.rollouts)
+    prompts: float = len(rollouts)
     if recipe.rollout.carry_over:
         prompts = recipe.data.prompts_per_step / recipe.loss.minibatches
         for prompt_id in of_prompt:  # as if its rollouts in other steps were like these
-            of_prompt[prompt_id] *= recipe.rollouts_per_prompt / batch.rollouts[prompt_id]
+            of_prompt[prompt_id] *= recipe.rollouts_per_prompt / rollouts[prompt_id]
     return BatchSize(sum(counted.values()), of_prompt, prompts, recipe.rollout.max_response_length)
 
 

@@ -37,8 +37,9 @@ from megatron_eqlen.recipe.plugins import is_import_path, load_object
 OVERLONG_BUFFER = 4096
 """Tokens of DAPO's length-penalty buffer for responses of 20,480; shorter ones get the same fifth (ours)."""
 
-DAPO, LSPO = Ppo(0.2, 0.28, clip_ratio_c=10.0), (0.3, 0.65, 0.95)
-"""DAPO's clip, and LSPO's quantiles."""
+DAPO = Ppo(0.2, 0.28, clip_ratio_c=10.0)
+LSPO = (0.3, 0.65, 0.95)
+"""Quantiles of lengths."""
 BY_LENGTH = {"on_policy": "it averages by length, which these weights replace by a sum; use grpo or dr_grpo"}
 OBJECTIVES = {
     objective.name: objective
