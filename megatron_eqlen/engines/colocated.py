@@ -21,11 +21,9 @@ from megatron_eqlen.engines.containment import importing_vllm
 from megatron_eqlen.engines.protocol import (
     OURS,
     STOCK,
-    Delta,
     EngineError,
     of_kept,
     path_start,
-    sampler_of,
     sampling_params,
     seeded,
     split_path,
@@ -33,7 +31,7 @@ from megatron_eqlen.engines.protocol import (
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.types import Metrics, TokenTree
+from megatron_eqlen.types import Delta, Metrics, TokenTree
 
 with importing_vllm():
     from vllm import SamplingParams
@@ -208,6 +206,6 @@ class ColocatedEngine:
             columns,
             reason,
             output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
-            sampler=sampler_of(max(chosen.sampled_token_ranks.tolist()), self.stock) if chosen else OURS,
+            sampler=self.stock if chosen and max(chosen.sampled_token_ranks.tolist()) else OURS,
             path=path,
         )

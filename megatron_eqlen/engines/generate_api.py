@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.engines.protocol import Delta, of_kept, sampler_of, split_path
+from megatron_eqlen.engines.protocol import OURS, of_kept, split_path
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.tokens import KEPT, KEPT_LOGPROBS, Packed
+from megatron_eqlen.types import Delta
 
 
 def read_event(
@@ -49,7 +50,7 @@ def read_event(
         # vLLM's other reasons (`abort`, `error`): the rest of the track is submitted again
         finished = reason if reason in ("stop", "length", None) else "lost"
         # one token of another sampler is enough to name it
-        sampler = sampler_of(max((token["rank"] or 0 for token in chosen), default=0), stock)
+        sampler = stock if any(token["rank"] for token in chosen) else OURS
         sampled_by = versions_of(choice["weight_versions"], len(tokens), versions)
         return Delta(request_id, tokens, columns, finished, None, sampled_by, sampler, path)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -27,7 +27,8 @@ SEED = "eqlen_seed"
 makes a torch generator and rewinds it in a prefill of several steps, which fails before a first draw."""
 OURS, STOCK = SAMPLERS = ("eqlen", "vLLM V2")
 """Samplers whose tokens can be trained: ours on CPUs, that of vLLM's V2 model runner on GPUs. Both draw token
-t of a path from its seed and t, and give its log-prob under the distribution that it was drawn from."""
+t of a path from its seed and t, and give its log-prob under the distribution that it was drawn from. Ours
+leaves a token's rank at 0, which vLLM's never does."""
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -58,11 +59,6 @@ def of_kept(kept: Sequence[Sequence[int]], known: Iterable[Mapping[int, float]])
 def seeded(seed: int, sampler: str) -> dict[str, Any]:
     """Return the sampling parameters that fix a request's draws."""
     return {"seed": seed} if sampler == STOCK else {"extra_args": {SEED: seed}}
-
-
-def sampler_of(rank: int | None, stock: str) -> str:
-    """Return the sampler of a token of this rank: ours leaves 0. ``stock``: the name of vLLM's own."""
-    return stock if rank else OURS
 
 
 class EngineError(ExpectedError):

@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_eqlen.engines.generate_api import read_event
-from megatron_eqlen.engines.protocol import Delta, EngineError, path_start, sampling_params, seeded
+from megatron_eqlen.engines.protocol import EngineError, path_start, sampling_params, seeded
 from megatron_eqlen.engines.readers import PATH, Readers, Settings
 from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaPool, Request, events
 from megatron_eqlen.engines.weight_table import WeightTable
@@ -35,7 +35,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import Contents, function, weights
 from megatron_eqlen.tokens import GrowingTokens, Tokens
-from megatron_eqlen.types import Metrics, Node, TokenTree
+from megatron_eqlen.types import Delta, Metrics, Node, TokenTree
 
 if TYPE_CHECKING:
     from megatron_eqlen.engines.weights.nccl import NcclSender

@@ -18,7 +18,7 @@ from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import function
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
-STOCK = not current_platform.is_cpu()
+VLLM_SAMPLES = not current_platform.is_cpu()
 """True where vLLM samples, masks and records routes itself: in its V2 model runner, which needs a GPU."""
 REFERENCE = "megatron_eqlen.engines.cpu.runner.Reference"
 STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization", "vllm")
@@ -62,7 +62,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "additional_config": {key: getattr(rollout, key) for key in STARTED_WITH}
         | {FUNCTION: function(Path(model_path), dtype)},
     }
-    if STOCK:
+    if VLLM_SAMPLES:
         args |= {
             "logprobs_mode": "processed_logprobs",
             "return_sampling_mask": rollout.keep_sampling_mask,
@@ -70,7 +70,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         }
     else:
         args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
-    if rollout.vllm.get("speculative_config") and not STOCK:
+    if rollout.vllm.get("speculative_config") and not VLLM_SAMPLES:
         raise ValueError("rollout.vllm.speculative_config: expected a GPU, found a CPU, without drafts")
     if rollout.quantization:
         args |= _quantization_args(model)
@@ -88,12 +88,12 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
-    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if STOCK else "0"}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if VLLM_SAMPLES else "0"}
     # without nvcc or ninja vLLM leaves out all of FlashInfer but its all-reduce, which would end the engine
     # at its first use; asked before CUDA_HOME is set, as vLLM keeps the answer: the packages' cannot build it
-    if STOCK and not has_flashinfer():
+    if VLLM_SAMPLES and not has_flashinfer():
         runner[FLASHINFER_ALLREDUCE] = os.environ.get(FLASHINFER_ALLREDUCE, "0")
-    compiler = _cuda_home() if STOCK and rollout.quantization else {}
+    compiler = _cuda_home() if VLLM_SAMPLES and rollout.quantization else {}
     return runner | compiler | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
 
 

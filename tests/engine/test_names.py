@@ -16,7 +16,7 @@ def test_what_is_replaced_and_read_inside_vllm_is_there():
 
 
 def test_engine_arguments_are_those_of_vllm(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_args, "STOCK", True)
+    monkeypatch.setattr(vllm_args, "VLLM_SAMPLES", True)
     save_tiny(tmp_path, "qwen3_moe")
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     rollout = RolloutRecipe(keep_routes=True, keep_sampling_mask=True, vllm={"speculative_config": drafts})

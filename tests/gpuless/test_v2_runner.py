@@ -69,7 +69,7 @@ def open_v2(*args: Any, **over: Any) -> ColocatedEngine:
     """Open an engine as on GPUs. Prompts of the tests take several steps."""
     with pytest.MonkeyPatch.context() as patch:
         envs.disable_envs_cache()  # it holds the last engine's runner
-        patch.setattr(vllm_args, "STOCK", True)
+        patch.setattr(vllm_args, "VLLM_SAMPLES", True)
         keep_asynchronous(patch)
         engine = open_engine(*args, **{"max_num_seqs": 8, "vllm": {"max_num_batched_tokens": 64}} | over)
     assert type(engine.core.model_executor.driver_worker.worker.model_runner.sampler) is Sampler, "vLLM's own"
@@ -193,7 +193,7 @@ def test_after_a_sync_answers_are_those_of_a_freshly_loaded_engine(v2):
 
 
 def test_drafts_that_an_engine_cannot_make_are_refused(monkeypatch):
-    monkeypatch.setattr(vllm_args, "STOCK", True)
+    monkeypatch.setattr(vllm_args, "VLLM_SAMPLES", True)
 
     def arguments(speculation: dict[str, Any], **over: Any) -> dict[str, Any]:
         rollout = make_rollout(vllm={"speculative_config": speculation}, **over)
@@ -201,7 +201,7 @@ def test_drafts_that_an_engine_cannot_make_are_refused(monkeypatch):
 
     mtp = {"method": "mtp", "num_speculative_tokens": 2}
     assert arguments(mtp, engine="server", servers=["http://a"])["speculative_config"] == mtp
-    monkeypatch.setattr(vllm_args, "STOCK", False)
+    monkeypatch.setattr(vllm_args, "VLLM_SAMPLES", False)
     with pytest.raises(ValueError, match=r"speculative_config: expected a GPU, found a CPU"):
         arguments(mtp)
     arguments({})

@@ -174,7 +174,7 @@ def be_vllm_for_gpus() -> None:
 
     assert lifecycle.current_platform is vllm_args.current_platform
     vllm_args.current_platform.__class__ = Platform
-    vllm_args.STOCK = vllm.HAS_TRITON = True
+    vllm_args.VLLM_SAMPLES = vllm.HAS_TRITON = True
 
 
 def shipped(recipe: Any) -> Path:

@@ -47,7 +47,7 @@ def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packa
         monkeypatch.setenv(name, value)
     expected = {name: str(home) if value == "PACKAGES" else value for name, value in told.items()}
     for stock, quantization, compiler in ((True, "fp8", expected), (True, None, {}), (False, "fp8", {})):
-        monkeypatch.setattr(vllm_args, "STOCK", stock)
+        monkeypatch.setattr(vllm_args, "VLLM_SAMPLES", stock)
         found = vllm_args.environ(RolloutRecipe(quantization=quantization))
         assert found == {"VLLM_USE_V2_MODEL_RUNNER": str(int(stock))} | compiler
 
@@ -71,7 +71,7 @@ def test_flashinfers_all_reduce_is_left_out_where_nothing_can_compile_it(
     paths = {"CUDA_HOME": str(tmp_path / "cuda"), "PATH": str(tmp_path / "tools")}
     for name, value in (environ | paths).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(vllm_args, "STOCK", stock)
+    monkeypatch.setattr(vllm_args, "VLLM_SAMPLES", stock)
     vllm_args.has_flashinfer.cache_clear()
     found = vllm_args.environ(RolloutRecipe(tensor_parallel=8))
     vllm_args.has_flashinfer.cache_clear()

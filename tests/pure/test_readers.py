@@ -17,12 +17,12 @@ from itertools import count
 import pytest
 from aiohttp import web
 
-from megatron_eqlen.engines.protocol import Delta
 from megatron_eqlen.engines.readers import ENDED, Readers, Settings
 from megatron_eqlen.engines.replica import HttpLoop, Replica, Request
 from megatron_eqlen.engines.server.gate import REPLACING
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.tokens import GrowingTokens
+from megatron_eqlen.types import Delta
 from tests.kit import ROOT
 
 PROMPT = [1, 2, 3]
