@@ -39,7 +39,7 @@ def train(arguments: argparse.Namespace) -> int:
     if is_complete(folder.path, recipe):
         # a command that asked for more, and failed before its first step, has left its own recipe
         if not is_complete(folder.path, load_run(folder.path)):
-            folder.keep(recipe)
+            folder.write_recipe(recipe)
         print(f"{folder.path}: complete; see {folder.report}")
         return 0
     if recipe.rollout.engine == "server" and not arguments.replay:

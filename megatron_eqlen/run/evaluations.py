@@ -40,7 +40,7 @@ class Evaluations:
             self._results[label] = earlier  # the weights before the first step are gone
             return {}
         before = self._results.get("before", [])
-        self._results[label], metrics = evaluate(self._session, rollouts, path, label, before, earlier)
+        self._results[label], metrics = evaluate_all(self._session, rollouts, path, label, before, earlier)
         return metrics
 
     def learned(self) -> str:
@@ -54,7 +54,7 @@ class Evaluations:
         )
 
 
-def evaluate(
+def evaluate_all(
     session: Session, rollouts: Rollouts, path: Path, label: str, before: Results = (), earlier: Results = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
     """Evaluate all benchmarks into ``path``, one after the other. ``before``: results to compare with.

@@ -25,7 +25,7 @@ from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.report.diagnosis import unforked
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
-from megatron_eqlen.run.evaluations import evaluate, leaderboard
+from megatron_eqlen.run.evaluations import evaluate_all, leaderboard
 from megatron_eqlen.run.generation import Generator, OneHarvest, problems
 from megatron_eqlen.run.prompts import start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
@@ -115,7 +115,8 @@ def evaluate_only(job: Job, out: Path, run: Path) -> None:
     whose first start dates the prompts (``Session.keep_date``), or a recipe's file: today."""
     with Session(job) as session:
         session.keep_date(run)
-        results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
+        generator = Generator(session, out.parent, synced=False)
+        results, metrics = evaluate_all(session, generator, out, "model")
         session.progress.say(leaderboard(results, metrics["time/evaluate"] * distributed.world_size()))
 
 

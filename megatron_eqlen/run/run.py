@@ -48,7 +48,7 @@ class Run:
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
             keep_inputs(self.folder.path, self.recipe)
-            self.folder.keep(self.recipe)
+            self.folder.write_recipe(self.recipe)
         session.keep_date(self.folder.path)
         # from here on errors and hangs leave their records in the run's folder
         failures.keep_in(self.folder.path)

@@ -115,7 +115,7 @@ class RunFolder:
         # an earlier start made nothing here: recipe and inputs may have changed since
         if self.is_empty():
             (self.path / CONTENTS).unlink(missing_ok=True)
-            self.keep(recipe)
+            self.write_recipe(recipe)
         # with the lock held, what is half written belongs to killed processes
         for folder in (self.path, self.path / "evaluation", self.checkpoints, *self.streams.glob("step-*")):
             files.remove_partial(folder)
@@ -127,8 +127,8 @@ class RunFolder:
         events.append(self.path, "started", pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID"))
         return self.hold
 
-    def keep(self, recipe: Recipe) -> None:
-        """Store the recipe that the run follows: of a run that has begun once nothing refuses it."""
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Write ``recipe.yaml``; of a run that has begun, once nothing can refuse the recipe any more."""
         files.write_text(self.recipe, dump(recipe))
 
     def begin_from(self, source: str, recipe: Recipe) -> None:

@@ -878,7 +878,7 @@ def test_a_run_that_has_begun_keeps_its_recipe_until_a_longer_one_is_accepted(tm
     folder, stored = RunFolder(longer), tmp_path / "run/recipe.yaml"
     folder.open(longer)
     assert "steps: 3" in stored.read_text(), "its inputs may still refuse it"
-    folder.keep(longer)
+    folder.write_recipe(longer)
     assert "steps: 9" in stored.read_text()
 
 
