@@ -75,8 +75,9 @@ class DemonstrationMaker(PromptMaker):
             ids = tokenizer.encode(whole[start:end], after=whole[before:start])
             ends = [place for place, token in enumerate(ids) if token in tokenizer.eos_token_ids]
             if not ends:
-                end = f"the assistant's turn with an end of sequence ({sorted(tokenizer.eos_token_ids)})"
-                raise BadRow("changed_turns", f"expected a chat template that ends {end}, found {ids[-2:]}")
+                expected = "a chat template that ends the assistant's turn with an end of sequence"
+                found = f"({sorted(tokenizer.eos_token_ids)}), found {ids[-2:]}"
+                raise BadRow("changed_turns", f"expected {expected} {found}")
             trained = ends[0] + 1
             # Nothing after the last trained token is needed.
             token_ids += ids if end < len(whole) else ids[:trained]

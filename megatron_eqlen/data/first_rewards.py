@@ -91,7 +91,7 @@ def first_rewards(
     Raises ValueError, naming source and row, for an error of a grader, and as ``read_benchmark``."""
     benchmarks = [source.benchmark(benchmark) for benchmark in recipe.evaluation.benchmarks]
     found = [
-        replace(_first_reward(prompts, scorer, tokenizer), of_benchmark=of_benchmark)
+        replace(_graded_rows(prompts, scorer, tokenizer), of_benchmark=of_benchmark)
         for of_benchmark, samples in ((False, source.samples(TRIED)), (True, benchmarks))
         for prompts in samples
         # Demonstrations have no reward; a program that holds megabytes of tests is not written.
@@ -105,7 +105,8 @@ def first_rewards(
     return found
 
 
-def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
+def _graded_rows(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
+    """Return the first reward of some rows of a source: the first row's, with a failure of any other."""
     first, ends = first_reward(prompts[0], scorer, tokenizer), time.monotonic() + SECONDS
     # Only a user's own grader may fail at a later row; ours are tested.
     for prompt in prompts[1:TRIED]:

@@ -277,14 +277,15 @@ class Assembly:
 
     def _part(self, row: RecordedRow) -> Part:
         key = row["prompt_id"], row["index"], row["number"]
-        place, tokens = (row["role"], row["number"], row["parent"]), row["table"]
+        tokens = row["table"]
         if (taught := self.taught.get(key)) is not None and TEACHER.name not in self.without:
             tokens = tokens.with_column(TEACHER.name, taught)
         grade = self.grades.get(key)
         # an environment's grade lies with the part, until scoring has recorded the final one
         if grade is None and row["outcome"]:
             grade = Grade(**json.loads(row["outcome"]))
-        return Part(tokens, row["finish_reason"], grade, *place, carried=row["carried"])
+        place = {name: row[name] for name in ("role", "number", "parent", "carried")}
+        return Part(tokens, row["finish_reason"], grade, **place)
 
 
 def _prompt(row: RecordedRow) -> Prompt:

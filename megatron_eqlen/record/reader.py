@@ -34,8 +34,6 @@ from megatron_eqlen.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
 from megatron_eqlen.tokens import COLUMNS, GIVEN, NUMBERS, TEACHER, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, training_order
 
-NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
-
 CHECKED_STEPS, CHECKED_BYTES = 10, 64e6
 """Newest steps whose records ``check_newest`` reads, and about how many bytes of them."""
 
@@ -86,7 +84,7 @@ def read_progress(
     folder: Path,
     prompts: Sequence[Prompt],
     recipe: Recipe,
-    resumed: Mapping[RolloutKey, RolloutOrigin] = NOTHING,
+    resumed: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({}),
     files: Sequence[Path] | None = None,
 ) -> HarvestProgress:
     """Return what earlier attempts at the step of ``folder`` recorded of ``prompts``, and the rollouts

@@ -213,7 +213,7 @@ class GrowingTree(Harvester):
         """Open lines, in the order of their tracks' numbers."""
 
     def start(self) -> list[Track]:
-        return [self._open(number, [], 0, -1, 0) for number in range(self.shape.roots)]
+        return [self._open(number, [], length=0, parent=-1, forks=0) for number in range(self.shape.roots)]
 
     def advance(self) -> list[Track]:
         """Fork and end lines; a tree without open lines is complete."""

@@ -40,12 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 class Saving:
-    """Checkpoint that is being written. ``renaming``: at its end the folder ``partial`` becomes ``final``."""
+    """Checkpoint that is being written. ``move``: renames its folder ``partial`` to ``final`` at the end."""
 
-    def __init__(
-        self, final: Path, partial: Path, renaming: ExitStack, request: AsyncRequest, keep: int
-    ) -> None:
-        self.final, self._partial, self._renaming, self._keep = final, partial, renaming, keep
+    def __init__(self, final: Path, partial: Path, move: ExitStack, request: AsyncRequest, keep: int) -> None:
+        self.final, self._partial, self._move, self._keep = final, partial, move, keep
         self._request = request
         self._seconds = 0.0
         self._written: checkpoint_folder.Manifest = {}
@@ -59,7 +57,7 @@ class Saving:
     def finish(self) -> Metrics:
         """Wait until every rank has written its part, and put the checkpoint in force. Collective."""
         self._thread.join()
-        with self._renaming, writing(self.final):
+        with self._move, writing(self.final):
             if failures := gather([str(self._failure)] if self._failure else []):
                 raise OSError(failures[0])
             for finalize in self._request.finalize_fns:
@@ -103,11 +101,11 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
     final = folder / files.step_name(step)
     if agree(lambda: _in_force(folder) == final):
         return None
-    renaming = ExitStack()
+    move = ExitStack()
     if dist.get_rank() == 0:
         files.remove_partial(folder)
         shutil.rmtree(final, ignore_errors=True)  # a leftover that ``latest`` does not name
-    partial = agree(lambda: renaming.enter_context(files.new_folder(final)))
+    partial = agree(lambda: move.enter_context(files.new_folder(final)))
     # parked tensors read their copies on the host, so saving needs no room on the device
     with policy.memory.readable():
         state = sharded_state.of(policy)
@@ -119,7 +117,7 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
         )
         assert request is not None
         # inside the block: what is on the device is copied as the saving begins
-        return Saving(final, partial, renaming, request, keep)
+        return Saving(final, partial, move, request, keep)
 
 
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
