@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from megatron_eqlen.types import Metrics, Node
 TOKENS_AT_ONCE = 1 << 13
 """Most tokens in transit from one rank to another, apart from those of the last node."""
 
+SENT, RECEIVED = 0, 1
 NO_BYTES = np.zeros(0, np.uint8)
 Queues = dict[int, list[tuple[int, "ColumnShare"]]]
 
@@ -165,11 +165,12 @@ def exchange_paths(packing: Packing, placements: Sequence[Placement]) -> tuple[P
 def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
     """Send the columns of all ``transfers``, put those for this rank in ``nodes``, and return their bytes."""
     rank, received = dist.get_rank(), 0
-    # round -> (sent, received), by the other rank, which counts in the same way: (node, columns)
+    # round -> [SENT, RECEIVED] -> by the other rank, which counts in the same way: (node, columns)
     rounds = defaultdict[int, tuple[Queues, Queues]](lambda: (defaultdict(list), defaultdict(list)))
     tokens = Counter[tuple[int, int]]()
     for transfer in transfers:
-        for way, (own, other) in enumerate(permutations((transfer.source, transfer.target))):
+        ways = (SENT, transfer.source, transfer.target), (RECEIVED, transfer.target, transfer.source)
+        for way, own, other in ways:
             for at in np.flatnonzero((own == rank) & (other != rank)).tolist():
                 node, peer = int(transfer.nodes[at]), int(other[at])
                 number = tokens[way, peer] // TOKENS_AT_ONCE
