@@ -311,9 +311,10 @@ def read_benchmark(
         maker.close()
     if long:
         longest = max(long, key=long.__getitem__)
-        limit = f"data.max_prompt_length: {data.max_prompt_length}; {longest} has {long[longest]} tokens"
+        limit, tokens = f"data.max_prompt_length: {data.max_prompt_length}", long[longest]
         found = f"{len(long)} of {len(prompts) + len(long)} questions are longer than {limit}"
-        raise ValueError(f"{where}: {found}: set data.max_prompt_length={long[longest]}")
+        remedy = f"set data.max_prompt_length={tokens}"
+        raise ValueError(f"{where}: {found}; {longest} has {tokens} tokens: {remedy}")
     # rows outside the dates that were asked for are no loss
     if tally.dropped.keys() - {"date"} or not prompts:
         raise ValueError(f"{where}: {tally.unusable(len(prompts))}")

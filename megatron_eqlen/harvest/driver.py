@@ -198,9 +198,9 @@ class Driver:
             if track is None:  # sent before the engine saw the abort
                 continue
             if delta.sampler not in SAMPLERS:
-                expected = f"expected tokens that {' or '.join(SAMPLERS)} drew, found tokens of the sampler"
-                own = f"{delta.sampler}, with draws and log-probs of its own"
-                raise EngineError(f"request {delta.request_id}: {expected} {own}")
+                expected = f"expected tokens that {' or '.join(SAMPLERS)} drew"
+                found = f"found tokens of the sampler {delta.sampler}, with draws and log-probs of its own"
+                raise EngineError(f"request {delta.request_id}: {expected}, {found}")
             if delta.token_ids and track.key in self.prompt_routes.requests:
                 self.prompt_routes.take(track, delta)
             tokens += len(delta.token_ids)
@@ -241,9 +241,9 @@ class Driver:
         turn = track.name, track.given, self.engine.policy_version
         self.losses[turn] += 1
         if (times := self.losses[turn]) >= MAX_ATTEMPTS:
-            after = f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"
-            lost = f"request {delta.request_id}: finish_reason {delta.finish_reason!r}"
-            raise EngineError(f"{lost} after {after}")
+            found = f"finish_reason {delta.finish_reason!r} after {len(track)} of {track.limit} tokens"
+            times_lost = f"without an end of sequence, {times} times"
+            raise EngineError(f"request {delta.request_id}: {found} {times_lost}")
         self.submit(track)
 
     def advance(self, keys: list[RolloutKey]) -> None:

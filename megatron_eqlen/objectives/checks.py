@@ -121,10 +121,10 @@ def _baseline_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
         what = f"objective: {objective.name}" if of_batch else key
-        why = "prompts that are complete in the same step have similar lengths, so that the baseline"
-        use = "reinforce_pp_baseline or rloo" if of_batch else "alive"
-        so = f"of a response depends on its own length; use {use}"
-        yield f"{what} with rollout.carry_over: true: {why} {so}"
+        why = "prompts that are complete in the same step have similar lengths"
+        so = "so that the baseline of a response depends on its own length"
+        remedy = f"use {'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
+        yield f"{what} with rollout.carry_over: true: {why}, {so}; {remedy}"
     if objective.baseline is of_unit:
         return
     if recipe.sampling == "equal_length":
@@ -166,10 +166,10 @@ def _ratio_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield updates without a ratio, empty minibatches, ratios corrected twice, and senseless bounds."""
     loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
-        none = f"objective: {objective.name} without clipping has no importance ratio"
+        method = f"objective: {objective.name} without clipping has no importance ratio"
         product = f"loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = {updates} updates"
-        need = "need loss.clip_ratio_low and loss.clip_ratio_high"
-        yield f"{none}, so only a harvest's first update is on-policy: {product} {need}"
+        remedy = "need loss.clip_ratio_low and loss.clip_ratio_high"
+        yield f"{method}, so only a harvest's first update is on-policy: {product} {remedy}"
     if loss.minibatches > recipe.data.prompts_per_step:
         more = f"more than data.prompts_per_step {recipe.data.prompts_per_step}"
         yield f"loss.minibatches: {loss.minibatches} is {more}; a minibatch holds whole prompts"
@@ -217,9 +217,9 @@ def _logprob_problems(recipe: Recipe, objective: Objective) -> Iterator[str]:
         found = f"found log-probs over the tokens that {keep}"
         yield f"{asked[0]} compares the engine's log-probs with the trainer's: it needs {needs}, {found}"
     if loss.old_logprobs == "rollout" and not objective.has_ratio:
-        none = f"objective: {objective.name} has none"
+        method = f"objective: {objective.name} has none"
         remedy = "leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
-        yield f"loss.old_logprobs: rollout acts only in an importance ratio, and {none}: {remedy}"
+        yield f"loss.old_logprobs: rollout acts only in an importance ratio, and {method}: {remedy}"
     if rollout.center_scores and (objective.has_ratio or loss.kl_coef):
         other = f"the ratio of objective: {objective.name}" if objective.has_ratio else "loss.kl_coef"
         why = "only -A log pi has a score to center; use rloo without clipping, and loss.kl_coef: 0"
@@ -329,6 +329,6 @@ def remarks(job: ResolvedRecipe) -> Iterator[str]:
         only = "is unbiased only with rollout.carry_over: true and rollout.max_staleness that cuts none"
         yield f"rollout.tokens_per_step {cuts}: {kind} {only}"
     if not recipe.supervised and not recipe.rollout.comparable:
-        engines = "the engine's log-probs are of the sampled distribution, the trainer's only with"
-        ways = "rollout.keep_sampling_mask: true, or with top_k, top_p and min_p off"
-        yield f"rollout.mismatch compares nothing: {engines} {ways}"
+        why = "the engine's log-probs are of the sampled distribution"
+        ways = "the trainer's only with rollout.keep_sampling_mask: true, or with top_k, top_p and min_p off"
+        yield f"rollout.mismatch compares nothing: {why}, {ways}"

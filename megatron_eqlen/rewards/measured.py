@@ -98,7 +98,7 @@ def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     # where an environment failed, a response has no end
     of = len(new_grades(rollouts)) + sum(part.finish_reason != "stop" for part in unscored)
     if (failed := len(unscored)) > max(1, reward.max_unscored * of):
-        allowed = f"reward.max_unscored: {reward.max_unscored:g} allows"
-        most = f"more than {allowed}: {unscored_causes(rollouts)[0]}"
-        again = "the step is recorded, the same command grades it again"
-        raise UnscoredError(f"{failed} of {of} responses of a step have no reward, {most}; {again}")
+        found = f"{failed} of {of} responses of a step have no reward"
+        allowed = f"more than reward.max_unscored: {reward.max_unscored:g} allows"
+        remedy = "the step is recorded, the same command grades it again"
+        raise UnscoredError(f"{found}, {allowed}: {unscored_causes(rollouts)[0]}; {remedy}")

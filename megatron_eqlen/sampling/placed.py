@@ -26,8 +26,8 @@ KEPT, LEAST = 64, 16
 TRIED, WATCHED = 4, 1
 """Trees of 16 that try a place, while fewer than ``KEPT`` are known of it and from then on."""
 
-Seen = Mapping[str, Sequence[Sequence[Sequence[Sequence[float]]]]]
-"""By source and place: ``by_rank`` of each tree, ranks 0 and 1, as lists. Never changed in place."""
+Places = Sequence[Sequence[Sequence[Sequence[float]]]]
+"""By place: ``by_rank`` of each tree that forked there, ranks 0 and 1, as lists. Never changed in place."""
 
 
 class Rule(NamedTuple):
@@ -55,8 +55,8 @@ class PlacedTrees(TreeSampling):
         self.places = by_length if tree.step_tokens or not tree.marker else []
         """Tokens of a response before each place; the marker, if there is one, is the last place."""
         self.count, self.most = len(self.places) + bool(tree.marker), tree.branching
-        self.seen: Seen = {}
-        """Trees of all steps so far: the state that a checkpoint keeps."""
+        self.seen: Mapping[str, Places] = {}
+        """Trees of all steps so far, by source: the state that a checkpoint keeps."""
         self.rules: dict[str, Rule] = {}
         """Decisions for the step, by source."""
 
@@ -91,7 +91,7 @@ class PlacedTrees(TreeSampling):
         rule = self.rules.get(prompt.source, Rule([TRIED] * self.count))
         return (place, 2) if draw % 16 < rule.tried[place] else rule.fork
 
-    def _rule(self, seen: Sequence[Sequence[Sequence[Sequence[float]]]]) -> Rule:
+    def _rule(self, seen: Places) -> Rule:
         tried = [TRIED if len(trees) < KEPT else WATCHED for trees in seen]
         best = Rule(tried)
         for place, trees in enumerate(seen):
