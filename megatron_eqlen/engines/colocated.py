@@ -22,8 +22,8 @@ from megatron_eqlen.engines.protocol import (
     OURS,
     STOCK,
     EngineError,
+    Request,
     of_kept,
-    path_start,
     sampling_params,
     seeded,
     split_path,
@@ -37,7 +37,7 @@ with importing_vllm():
     from vllm import SamplingParams
     from vllm.platforms import current_platform
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request as VllmRequest
 
     from megatron_eqlen.engines import lifecycle
 
@@ -67,7 +67,7 @@ class ColocatedEngine:
         self.policy_version = 0
         self.stock = STOCK if self.core.vllm_config.use_v2_model_runner else "vLLM V1"
         """Name of vLLM's own sampler in this engine."""
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, VllmRequest] = {}
         self.numbers = itertools.count()
         """Numbers that make vLLM's names of requests unique. With asynchronous scheduling, vLLM's default on
         GPUs, an aborted request may still have a token to come, which another of its name would get."""
@@ -78,25 +78,23 @@ class ColocatedEngine:
         """Number of requests pushed out of the KV cache since the last ``metrics``."""
         self.sync: Metrics = {}
 
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
+    def submit(self, request: Request) -> None:
         if self.refusal is not None:
-            raise EngineError(f"request {request_id}: {self.refusal}")
-        assert request_id not in self.requests
+            raise EngineError(f"request {request.request_id}: {self.refusal}")
+        assert request.request_id not in self.requests
         # the first request after a sync brings back the KV cache: until then its memory was free for the sync
         if self.asleep:
             self._wake("kv_cache")
             self.asleep = False
         params = self.params.clone()
-        params.max_tokens = max_tokens
-        params.routed_experts_prompt_start = path_start(token_ids, path_rows)
-        for name, value in seeded(seed, self.stock).items():
+        params.max_tokens = request.max_tokens
+        params.routed_experts_prompt_start = request.path_start
+        for name, value in seeded(request.seed, self.stock).items():
             setattr(params, name, value)
         # token ids go in as they are: no tokenizer, images or adapter takes part
         asked = EngineCoreRequest(
-            request_id=f"{request_id} {next(self.numbers)}",
-            prompt_token_ids=token_ids,
+            request_id=f"{request.request_id} {next(self.numbers)}",
+            prompt_token_ids=request.token_ids,
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
@@ -104,12 +102,12 @@ class ColocatedEngine:
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
-            external_req_id=request_id,
+            external_req_id=request.request_id,
         )
         # vLLM's own object of the request, which counts its preemptions until the end
-        request, wave = self.core.preprocess_add_request(asked)
-        self.core.add_request(request, wave)
-        self.requests[request_id] = request
+        vllms_own, wave = self.core.preprocess_add_request(asked)
+        self.core.add_request(vllms_own, wave)
+        self.requests[request.request_id] = vllms_own
 
     def step(self) -> list[Delta]:
         """Run one engine step. Raises EngineError if the engine ended a request with an error."""

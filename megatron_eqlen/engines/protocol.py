@@ -10,7 +10,7 @@ belongs to the ``policy_version`` of its weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,6 +65,25 @@ class EngineError(ExpectedError):
     """An engine died, hangs, or broke the protocol; tokens harvested before stay recorded."""
 
 
+class Request(NamedTuple):
+    """A completion of ``token_ids`` that is asked for. Requests whose ids agree up to the last ``/`` share a
+    prefix."""
+
+    request_id: str
+    token_ids: list[int]
+    max_tokens: int
+    seed: int
+    """Token t of the path is drawn from ``(seed, t)``, so an interrupted request that is submitted again with
+    the tokens it had gets the same continuation."""
+    path_rows: int = 0
+    """The first delta brings the columns of the path (``Column.of_path``) of so many tokens at its end."""
+
+    @property
+    def path_start(self) -> int:
+        """First position whose routes the request brings; the last row is the first new token's."""
+        return len(self.token_ids) - 1 - self.path_rows
+
+
 class Decoder(Protocol):
     """The part of an engine that a harvest uses: completions."""
 
@@ -80,14 +99,9 @@ class Decoder(Protocol):
         """Requests decoded at once; more wait in the engine's queue."""
         ...
 
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
-        """Start a completion of ``token_ids``; ``harvest`` has checked that it fits. Token t of the path is
-        drawn from ``(seed, t)``, so an interrupted request that is submitted again with the tokens it had
-        gets the same continuation. Requests whose ids agree up to the last ``/`` share a prefix. The first
-        delta also brings the columns of the path (``Column.of_path``), of its last ``path_rows`` tokens.
-        Raises EngineError if the weights are not loaded."""
+    def submit(self, request: Request) -> None:
+        """Start a completion; ``harvest`` has checked that it fits. Raises EngineError if the weights are not
+        loaded."""
 
     def step(self) -> list[Delta]:
         """Decode further and return the new tokens (possibly none). Raises EngineError."""
@@ -125,11 +139,6 @@ class Engine(Decoder, Protocol):
     def close(self) -> None: ...
 
 
-def path_start(token_ids: Sequence[int], path_rows: int) -> int:
-    """Return the first position whose routes a request brings; the last row is the first new token's."""
-    return len(token_ids) - 1 - path_rows
-
-
 def split_path(rows: np.ndarray, tokens: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Split vLLM's routes ([positions, layers of the model, top_k]) of a request with ``tokens`` new tokens
     into those of its path before and those of these tokens; keep these layers."""
@@ -147,10 +156,8 @@ class IdleEngine:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
 
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
-        raise AssertionError(f"request {request_id}: another rank drives the engine")
+    def submit(self, request: Request) -> None:
+        raise AssertionError(f"request {request.request_id}: another rank drives the engine")
 
     def step(self) -> list[Delta]:
         return []

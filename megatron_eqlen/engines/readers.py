@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_eqlen.engines.generate_api import read_event
-from megatron_eqlen.engines.replica import ReplicaError, Request, events, session, words
+from megatron_eqlen.engines.replica import OpenRequest, ReplicaError, events, session, words
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.types import Delta
 
@@ -58,7 +58,7 @@ class Readers:
     def __init__(self, settings: Settings, count: int) -> None:
         self.settings, self.count = settings, count
         self.numbers = itertools.count()
-        self.open: dict[int, Request] = {}
+        self.open: dict[int, OpenRequest] = {}
         """Requests that have not ended, by number."""
         self.pipes: dict[int, Connection] = {}
         self.processes: list[subprocess.Popen] = []
@@ -74,7 +74,7 @@ class Readers:
         for ready in self.ready:
             ready.wait()
 
-    def start(self, request: Request, place: int, body: dict[str, Any]) -> None:
+    def start(self, request: OpenRequest, place: int, body: dict[str, Any]) -> None:
         """Send a request to its replica, the one at ``place`` among all. Its number becomes known."""
         request.number, request.reader = next(self.numbers), place % self.count
         self.open[request.number] = request
@@ -84,7 +84,7 @@ class Readers:
         said = request.number, replica.url, request.request_id, body, replica.stock
         self._tell(request.reader, ("start", *said))
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: OpenRequest) -> None:
         """Close the request's connection, whereupon vLLM aborts it."""
         if self.open.pop(request.number, None) is not None:
             self._tell(request.reader, ("drop", request.number))
@@ -95,7 +95,7 @@ class Readers:
         for reader in [*self.pipes]:
             self._tell(reader, ("versions", self.versions))
 
-    def arrived(self) -> list[tuple[Request, Delta | str]]:
+    def arrived(self) -> list[tuple[OpenRequest, Delta | str]]:
         """Return what has arrived for open requests; wait a moment if there is nothing."""
         arrivals: list[Arrival] = []
         with contextlib.suppress(queue.Empty):

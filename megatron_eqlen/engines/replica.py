@@ -97,12 +97,12 @@ async def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 @dataclass(eq=False)
-class Request:
+class OpenRequest:
     """An unfinished request. Its id may come again after its end, so arrivals belong to this object."""
 
     request_id: str
     replica: Replica
-    forgotten: Callable[[Request], None]
+    forgotten: Callable[[OpenRequest], None]
     """Closes its connection."""
     number: int = -1
     reader: int = 0
@@ -116,7 +116,7 @@ class Replica:
     url: str
     io: HttpLoop
     alive: bool = False
-    requests: dict[str, Request] = field(default_factory=dict[str, Request])
+    requests: dict[str, OpenRequest] = field(default_factory=dict[str, OpenRequest])
     workers: int = 0
     """Number of its tensor-parallel ranks."""
     stock: str = ""

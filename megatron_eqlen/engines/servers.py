@@ -26,9 +26,9 @@ import numpy as np
 from torch import Tensor
 
 from megatron_eqlen.engines.generate_api import read_event
-from megatron_eqlen.engines.protocol import EngineError, path_start, sampling_params, seeded
+from megatron_eqlen.engines.protocol import EngineError, Request, sampling_params, seeded
 from megatron_eqlen.engines.readers import PATH, Readers, Settings
-from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaPool, Request, events
+from megatron_eqlen.engines.replica import UNTOUCHED, OpenRequest, Replica, ReplicaPool, events
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.engines.weights.folder import FolderSender
 from megatron_eqlen.hf.config import read_config
@@ -121,18 +121,16 @@ class ServerEngine:
     def max_num_seqs(self) -> int:
         return self.rollout.max_num_seqs * max(len(self.pool.alive), 1)
 
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
+    def submit(self, request: Request) -> None:
         with self.busy:
             self._check_open()
+            request_id = request.request_id
             if self.refusal is not None:
                 raise EngineError(f"request {request_id}: {self.refusal}")
             assert self._replica_of(request_id) is None
             replica = self._home(request_id)
-            body = self._body(replica, request_id, token_ids, max_tokens, seed, path_rows)
-            replica.requests[request_id] = request = Request(request_id, replica, self.readers.forget)
-            self.readers.start(request, self.pool.replicas.index(replica), body)
+            replica.requests[request_id] = sent = OpenRequest(request_id, replica, self.readers.forget)
+            self.readers.start(sent, self.pool.replicas.index(replica), self._body(replica, request))
 
     def step(self) -> list[Delta]:
         """Return the deltas that have arrived; wait a moment for some. Raises EngineError if closed."""
@@ -211,7 +209,7 @@ class ServerEngine:
             home = self.homes[family] = min(self.pool.alive, key=lambda replica: len(replica.requests))
         return home
 
-    def _take(self, request: Request, arrival: Delta | str) -> Delta | None:
+    def _take(self, request: OpenRequest, arrival: Delta | str) -> Delta | None:
         """Return what arrived; None if the request was aborted, or failed: its replica is left out then."""
         replica = request.replica
         if replica.requests.get(request.request_id) is not request:
@@ -223,23 +221,21 @@ class ServerEngine:
             replica.forget(request.request_id)
         return arrival
 
-    def _body(
-        self, to: Replica, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int
-    ) -> dict[str, Any]:
+    def _body(self, to: Replica, request: Request) -> dict[str, Any]:
         """Return the body of a request. Only requests of one ``cache_salt`` share cached prefixes. It changes
         with the weights under ``on_sync: continue``, so none begins from keys and values of older ones."""
         own = {
-            "max_tokens": max_tokens,
+            "max_tokens": request.max_tokens,
             "stream_interval": TOKENS_PER_EVENT,
             # the key depends on the replica's sampler, ours or vLLM's
-            **seeded(seed, to.stock),
-            "routed_experts_prompt_start": path_start(token_ids, path_rows),
+            **seeded(request.seed, to.stock),
+            "routed_experts_prompt_start": request.path_start,
         }
         # otherwise a pause clears the cache (`_pause`), and no salt is needed
         keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
         return {
-            "request_id": request_id,
-            "token_ids": token_ids,
+            "request_id": request.request_id,
+            "token_ids": request.token_ids,
             "sampling_params": self.sampling | own,
             "stream": True,
             # usage comes after the last tokens, and tells how many of the prompt's were cached
@@ -257,7 +253,7 @@ class ServerEngine:
         return [TokenTree(each.url, [root, Node(0, tokens, weight=1.0)]) for each, tokens in sampled.items()]
 
     async def _probe(self, replica: Replica, prompt: list[int]) -> Tokens:
-        body = self._body(replica, "probe", prompt, PROBED, 0, 0)
+        body = self._body(replica, Request("probe", prompt, PROBED, seed=0))
         # a salt of its own: nothing is cached, so the new weights compute the whole prompt
         body["cache_salt"], body["sampling_params"]["stop_token_ids"] = secrets.token_hex(), []
         grown = GrowingTokens()

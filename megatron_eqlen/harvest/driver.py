@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, takewhile
 from operator import eq
 
-from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
+from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError, Request
 from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
@@ -163,7 +163,7 @@ class Driver:
         if track.is_fork and not track.attempts and not track.token_ids:
             self.meter.forks[track.request_id] = len(path)
         path_rows = self.prompt_routes.rows_of(track)
-        self.engine.submit(track.request_id, path, track.remaining, track.seed, path_rows)
+        self.engine.submit(Request(track.request_id, path, track.remaining, track.seed, path_rows))
 
     def computed_before(self, track: Track, path: list[int]) -> int | None:
         """Return how many of the first tokens of a track's path requests of this step have computed. None

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.engines.protocol import Request
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.types import Delta
 from tests.kit.rollout_kit import folder, requests, server_recipe, sync_as_started
@@ -59,7 +60,7 @@ def run(engine: ServerEngine, sync_after: int) -> dict[str, Path]:
 
     def submit(name: str, context: list[int], seed: int) -> None:
         paths[name] = context, [], [], []
-        engine.submit(name, context, 48 + LIMIT - len(context), seed)
+        engine.submit(Request(name, context, 48 + LIMIT - len(context), seed))
 
     for name, (context, _, seed) in requests(6).items():
         submit(f"{name}/0", context, seed)
@@ -117,7 +118,7 @@ def test_tokens_have_the_routes_of_the_weights_that_sampled_them_also_after_a_re
     with opened(servers, on_sync="recompute", keep_routes=True) as engine:
         path, versions, rows = [5, 6, 7, 8] * 10, [], []
         start = len(path)
-        engine.submit("r/0", list(path), 40, seed=3)
+        engine.submit(Request("r/0", list(path), 40, seed=3))
         while engine.has_unfinished:
             for delta in engine.step():
                 path += delta.token_ids

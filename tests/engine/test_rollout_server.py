@@ -27,7 +27,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from megatron_eqlen.engines import replica as replica_module
-from megatron_eqlen.engines.protocol import Engine, EngineError
+from megatron_eqlen.engines.protocol import Engine, EngineError, Request
 from megatron_eqlen.engines.server.gate import CALLS, HEALTH, KEY, RPC, SERVED, TRAINER, authorization
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.engines.weight_table import WeightTable
@@ -322,7 +322,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     with pytest.raises(ValueError, match="missing"):
         remote.update_weights(iter(list(weights.items())[:3]), 2)
     with pytest.raises(EngineError, match="failed half way"):
-        remote.submit("x", [5], 1, 0)
+        remote.submit(Request("x", [5], 1, 0))
     remote.update_weights(iter(weights.items()), 1)
     plan = HarvestPlan(PROMPTS[:1], recipe, EOS, seed=harvest_seed(recipe.seed, 0))
     assert_same(harvest(remote, plan)[0], expected[:2])
@@ -645,7 +645,7 @@ def test_a_replica_that_fails_in_a_sync_is_left_out_and_the_others_get_all(
 def submit_slow(engine: ServerEngine, bad: Fake, good: Fake) -> None:
     """Submit two requests at each of two replicas, of which the bad one fails in the next sync."""
     for name in ("a/0", "b/0", "c/0", "d/0"):
-        engine.submit(name, [70], 20, 0)
+        engine.submit(Request(name, [70], 20, 0))
     assert [len(replica.requests) for replica in engine.pool.replicas] == [2, 2]
     while not engine.step():
         pass
@@ -679,17 +679,17 @@ def test_a_sync_that_fails_everywhere_gives_all_requests_back_and_reads_the_stre
     assert next(stream, None) is None
     assert sorted(delta.request_id for delta in engine.step()) == ["a/0", "b/0", "c/0", "d/0"]
     with pytest.raises(EngineError, match="failed half way"):
-        engine.submit("a/0~1", [70], 20, 0)
+        engine.submit(Request("a/0~1", [70], 20, 0))
 
 
 def test_a_closed_engine_ends_the_harvest_of_another_thread(open_fakes):
     engine, _ = open_fakes("slow")
-    engine.submit("a/0", [70], 20, 0)
+    engine.submit(Request("a/0", [70], 20, 0))
     engine.close()
     with pytest.raises(EngineError, match="was closed"):
         engine.step()
     with pytest.raises(EngineError, match="was closed"):  # it would start a reader that nobody ends
-        engine.submit("b/0", [70], 20, 0)
+        engine.submit(Request("b/0", [70], 20, 0))
 
 
 def test_nccl_without_a_gpu_is_refused(fake):
@@ -764,10 +764,10 @@ def test_with_nccl_a_routers_bias_comes_in_float32_beside_trained_weights(open_f
 
 def test_what_arrives_late_of_an_aborted_request_is_not_of_the_next_of_its_name(open_fakes):
     engine, _ = open_fakes("slow")
-    engine.submit("a/0", [70], 4, 0)
+    engine.submit(Request("a/0", [70], 4, 0))
     (late,) = (request for replica in engine.pool.replicas for request in replica.requests.values())
     engine.abort(["a/0"])
-    engine.submit("a/0", [80], 4, 0)
+    engine.submit(Request("a/0", [80], 4, 0))
     arrived = Delta("a/0", [71, 72], {"logprobs": [-0.5] * 2})
     engine.readers.batches.put([(late.number, arrived), (late.number, "the stream broke off")])
     tokens: list[int] = []

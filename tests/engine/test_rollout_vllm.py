@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from megatron_eqlen.engines import colocated
-from megatron_eqlen.engines.protocol import SAMPLERS, EngineError
+from megatron_eqlen.engines.protocol import SAMPLERS, EngineError, Request
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Prompt
@@ -72,7 +72,7 @@ def test_log_probs_and_masks_are_those_of_the_distribution_that_is_sampled():
 def deltas_of(engine, asked: dict) -> dict[str, dict[str, list]]:
     """Run requests; return the tokens and columns of each."""
     for name, (context, max_tokens, seed) in asked.items():
-        engine.submit(name, context, max_tokens, seed)
+        engine.submit(Request(name, context, max_tokens, seed))
     found: dict[str, dict[str, list]] = {}
     while engine.has_unfinished:
         for delta in engine.step():
@@ -98,7 +98,7 @@ def submit_foreign(engine, monkeypatch) -> None:
         for number, (name, params) in enumerate(FOREIGN.items()):
             others = SamplingParams(**{"detokenize": False, "logprobs": 0} | params)
             patch.setattr(engine, "params", others)
-            engine.submit(name, [5, 6, 7 + number] * 30, 150, 0)
+            engine.submit(Request(name, [5, 6, 7 + number] * 30, 150, 0))
     engine.requests.clear()
     engine.step()
 
@@ -201,7 +201,7 @@ def test_building_and_running_leaves_the_process_as_it_was():
 
 
 def test_unfinished_requests_and_aborts(engine):
-    engine.submit("one", [5, 6], 50, 0)
+    engine.submit(Request("one", [5, 6], 50, 0))
     with pytest.raises(EngineError, match="1 requests are unfinished"):
         engine.update_weights(iter(()), 1)
     with pytest.raises(EngineError, match="1 requests are unfinished"):
@@ -214,7 +214,7 @@ def test_unfinished_requests_and_aborts(engine):
 def test_an_aborted_requests_name_is_free_at_once_and_none_of_its_tokens_come(engine):
     context, length, seed = requests(1)["r0"]
     want = generate(engine, {"again": (context, length, seed)})["again"]
-    engine.submit("again", context, length, seed)
+    engine.submit(Request("again", context, length, seed))
     for _ in range(5):
         engine.step()
     engine.abort(["again"])

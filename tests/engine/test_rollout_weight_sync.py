@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from vllm.device_allocator import alloc_conf
 
 from megatron_eqlen.engines import lifecycle
-from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.engines.protocol import EngineError, Request
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.job import parse
@@ -56,7 +56,7 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
     weights = {name: tensor for name, tensor in weights.items() if ".visual." not in name}
     engine.sleep()
     with pytest.raises(EngineError, match="update_weights must come first"):
-        engine.submit("x", [5], 1, 0)
+        engine.submit(Request("x", [5], 1, 0))
     engine.wake()
     engine.update_weights(iter(weights.items()), policy_version=4)
     assert engine.policy_version == 4
@@ -160,7 +160,7 @@ def test_wrong_weights_are_named_and_the_engine_refuses_to_continue():
             engine.update_weights(iter(weights.items()), 1)
         assert engine.policy_version == 0
         with pytest.raises(EngineError, match="failed half way"):
-            engine.submit("x", [5], 1, 0)
+            engine.submit(Request("x", [5], 1, 0))
     engine.update_weights(iter(good.items()), 1)
     assert generate(engine, requests(2))
     engine.close()

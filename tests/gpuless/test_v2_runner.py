@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from megatron_eqlen.engines import vllm_args
 from megatron_eqlen.engines.colocated import ColocatedEngine
-from megatron_eqlen.engines.protocol import STOCK
+from megatron_eqlen.engines.protocol import STOCK, Request
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Rollout
@@ -159,12 +159,12 @@ def test_other_clients_requests_in_the_batch_change_none_of_ours(v2, expected, m
 def test_an_aborted_requests_name_is_free_at_once_and_none_of_its_tokens_come(v2, expected):
     asked = requests(8, 16)
     for name in ("r0", "r1"):
-        v2.submit(name, *asked[name])
+        v2.submit(Request(name, *asked[name]))
     for _ in range(4):
         v2.step()
     v2.abort(["r0"])
     context, max_tokens, seed = asked["r2"]
-    v2.submit("r0", context, max_tokens, seed)
+    v2.submit(Request("r0", context, max_tokens, seed))
     tokens: list[int] = []
     while v2.has_unfinished:
         tokens += [token for delta in v2.step() if delta.request_id == "r0" for token in delta.token_ids]

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_eqlen.engines.protocol import Request
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.job import Job
@@ -240,12 +241,10 @@ class Drawing:
         self.choose, self.row = choose, row
         self.paths: dict[str, Path] = {}
 
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
-        assert request_id not in self.paths
-        assert max_tokens > 0
-        self.paths[request_id] = tuple(token_ids[len(QUESTION.token_ids) :])
+    def submit(self, request: Request) -> None:
+        assert request.request_id not in self.paths
+        assert request.max_tokens > 0
+        self.paths[request.request_id] = tuple(request.token_ids[len(QUESTION.token_ids) :])
 
     def step(self) -> list[Delta]:
         return [self.next(name) for name in list(self.paths)]

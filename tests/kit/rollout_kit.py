@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.engines import servers
+from megatron_eqlen.engines.protocol import Request
 from megatron_eqlen.engines.replica import UNTOUCHED
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
@@ -97,7 +98,7 @@ def generate(
     ``routes``: gets the rows of each request's tokens.
     """
     for name, (context, max_tokens, seed) in requests.items():
-        engine.submit(name, context, max_tokens, seed)
+        engine.submit(Request(name, context, max_tokens, seed))
     out = {name: ([], [], None, 0) for name in requests}
     while engine.has_unfinished:
         for delta in engine.step():

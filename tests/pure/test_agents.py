@@ -208,10 +208,12 @@ class Speaking:
     left: dict = field(default_factory=dict)
     drawn: list = field(default_factory=list)
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        turn = [*self.tokenizer.encode(f"{self.text} {seed % 97}" if "{" not in self.text else self.text)]
-        self.left[request_id] = [*turn, *self.tokenizer.encode("<|im_end|>")][:max_tokens]
-        self.drawn.append(self.left[request_id])
+    def submit(self, request):
+        turn = [
+            *self.tokenizer.encode(f"{self.text} {request.seed % 97}" if "{" not in self.text else self.text)
+        ]
+        self.left[request.request_id] = [*turn, *self.tokenizer.encode("<|im_end|>")][: request.max_tokens]
+        self.drawn.append(self.left[request.request_id])
 
     def step(self):
         time.sleep(self.seconds)
@@ -347,9 +349,9 @@ def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
     prompt = replace(QUESTION, prompt_id="q0", token_ids=tokenizer.encode(tokenizer.render_chat(FIRST)))
 
     class Finishing(Speaking):
-        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-            known = tracks[int(request_id.split("/")[2].split(":")[0])].token_ids.tolist()
-            self.left[request_id] = known[len(token_ids) - len(prompt.token_ids) :]
+        def submit(self, request):
+            known = tracks[int(request.request_id.split("/")[2].split(":")[0])].token_ids.tolist()
+            self.left[request.request_id] = known[len(request.token_ids) - len(prompt.token_ids) :]
 
     progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
     (again,), metrics, _ = played(tokenizer, "talks", progress=progress, engine=Finishing(tokenizer, ""))

@@ -482,16 +482,19 @@ class Caching(Lockstep):
         self.computes.clear()
         self.prefills.clear()
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        super().submit(request_id, token_ids, max_tokens, seed, path_rows)
-        length = min(max_tokens, random.Random(seed + len(token_ids)).randint(2, 12))
-        tokens = [*itertools.islice(self.fresh, length - 1), 8 if length < max_tokens else next(self.fresh)]
-        self.requests[request_id] = tokens, len(token_ids)
+    def submit(self, request):
+        super().submit(request)
+        length = min(request.max_tokens, random.Random(request.seed + len(request.token_ids)).randint(2, 12))
+        tokens = [
+            *itertools.islice(self.fresh, length - 1),
+            8 if length < request.max_tokens else next(self.fresh),
+        ]
+        self.requests[request.request_id] = tokens, len(request.token_ids)
         # a token is computed as the next one is sampled
         computed = [path + ids[: max(self.delivered[n] - 1, 0)] for n, (path, ids) in self.computes.items()]
-        shared = [alike(token_ids, other) for other in computed]
-        self.known[request_id] = max(shared, default=0), len(token_ids)
-        self.computes[request_id] = list(token_ids), tokens
+        shared = [alike(request.token_ids, other) for other in computed]
+        self.known[request.request_id] = max(shared, default=0), len(request.token_ids)
+        self.computes[request.request_id] = list(request.token_ids), tokens
 
     def _delta(self, name):
         if not self.delivered[name]:

@@ -73,14 +73,16 @@ class AnsweringEngine:
     def sample_as(self, rollout):
         self.sampled_as.append(rollout)
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        question = "".join(map(chr, token_ids))
+    def submit(self, request):
+        question = "".join(map(chr, request.token_ids))
         number = sum(name == question for name in self.asked)
         self.asked.append(question)
-        self.seeds.append(seed)
-        tokens = [*map(ord, self._answers[question][number]), EOS][:max_tokens]
+        self.seeds.append(request.seed)
+        tokens = [*map(ord, self._answers[question][number]), EOS][: request.max_tokens]
         reason = "stop" if tokens[-1] == EOS else "length"
-        self._open[request_id] = Delta(request_id, tokens, {"logprobs": [-0.1] * len(tokens)}, reason)
+        self._open[request.request_id] = Delta(
+            request.request_id, tokens, {"logprobs": [-0.1] * len(tokens)}, reason
+        )
 
     def step(self):
         deltas, self._open = list(self._open.values()), {}

@@ -75,15 +75,19 @@ class Counting(Lockstep):
     def keep(self, path: Sequence[int]) -> None:
         self.blocks |= {tuple(path[:end]) for end in range(BLOCK, len(path) + 1, BLOCK)}
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        super().submit(request_id, token_ids, max_tokens, seed, path_rows)
+    def submit(self, request):
+        super().submit(request)
         if self.cached_by != self.policy_version:
             self.cached_by, self.blocks = self.policy_version, set()
-        ends = (end for end in range(BLOCK, len(token_ids), BLOCK) if tuple(token_ids[:end]) in self.blocks)
+        ends = (
+            end
+            for end in range(BLOCK, len(request.token_ids), BLOCK)
+            if tuple(request.token_ids[:end]) in self.blocks
+        )
         # the pass of the last token makes the first one that is generated
-        self.passes[request_id] = range(max(ends, default=0) + 1, len(token_ids))
-        self.keep(token_ids)
-        self.keep(self.paths[request_id][0][:-1])  # the last token is in no pass
+        self.passes[request.request_id] = range(max(ends, default=0) + 1, len(request.token_ids))
+        self.keep(request.token_ids)
+        self.keep(self.paths[request.request_id][0][:-1])  # the last token is in no pass
 
     def _delta(self, name):
         self.prefilled += self.passes.pop(name, ())

@@ -19,6 +19,7 @@ import pytest
 from vllm.v1.executor.abstract import Executor
 
 from megatron_eqlen.engines import colocated
+from megatron_eqlen.engines.protocol import Request
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import Recipe
@@ -115,7 +116,7 @@ def consume(gpu: Gpu, tensors: Iterable[Any]) -> None:
 
 def use(gpu: Gpu, engine: Any, phase: str) -> None:
     """Generate something."""
-    engine.submit("r", [1], 1, 0)
+    engine.submit(Request("r", [1], 1, 0))
     gpu.call(phase)
     if gpu.recipe.rollout.engine == "colocated":
         engine.requests.clear()

@@ -254,9 +254,9 @@ def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed(
 
     def seeds(kind):
         class Engine(Drawing):
-            def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-                found.append(seed)
-                super().submit(request_id, token_ids, max_tokens, seed, path_rows)
+            def submit(self, request):
+                found.append(request.seed)
+                super().submit(request)
 
         found = []
         engine = Engine(draws(np.random.default_rng(0)), row)

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from megatron_eqlen.engines.readers import ENDED, Readers, Settings
-from megatron_eqlen.engines.replica import HttpLoop, Replica, Request
+from megatron_eqlen.engines.replica import HttpLoop, OpenRequest, Replica
 from megatron_eqlen.engines.server.gate import REPLACING
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.tokens import GrowingTokens
@@ -95,8 +95,8 @@ def readers(server: Server) -> Iterator[Readers]:
     assert all(process.poll() is not None for process in readers.processes)
 
 
-def start(readers: Readers, replica: Replica, limit: int | None = None) -> Request:
-    request = Request("a/0", replica, readers.forget)
+def start(readers: Readers, replica: Replica, limit: int | None = None) -> OpenRequest:
+    request = OpenRequest("a/0", replica, readers.forget)
     readers.start(request, 0, {"limit": limit})
     return request
 

@@ -46,8 +46,8 @@ class OneByOne:
     def sample_as(self, rollout):
         pass
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        self.requests.append(request_id)
+    def submit(self, request):
+        self.requests.append(request.request_id)
 
     def step(self):
         if not within(30, lambda: self.may_end(self.ended)):

@@ -96,14 +96,18 @@ class ScriptedEngine:
     paths: dict[str, tuple[list[int], int, int]] = field(default_factory=dict)
     """(context and tokens, length of the context, rows of its path that it brings) of each request."""
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        assert request_id not in self.requests
-        assert max_tokens >= 1
-        tokens = continuation(token_ids, seed, self.end)[:max_tokens]
-        self.requests[request_id] = (tokens, len(token_ids))
-        self.delivered[request_id] = 0
-        self.submitted.append((request_id, list(token_ids), seed))
-        self.paths[request_id] = [*token_ids, *tokens], len(token_ids), path_rows
+    def submit(self, request):
+        assert request.request_id not in self.requests
+        assert request.max_tokens >= 1
+        tokens = continuation(request.token_ids, request.seed, self.end)[: request.max_tokens]
+        self.requests[request.request_id] = (tokens, len(request.token_ids))
+        self.delivered[request.request_id] = 0
+        self.submitted.append((request.request_id, list(request.token_ids), request.seed))
+        self.paths[request.request_id] = (
+            [*request.token_ids, *tokens],
+            len(request.token_ids),
+            request.path_rows,
+        )
 
     def step(self):
         chosen = [name for name in self.requests if self.chaos.random() < 0.6]
@@ -443,9 +447,12 @@ def test_the_worked_example_of_types(cached_at_end):
     scripts = {(1, 2): [[5, 9], [6, 7, 8, 9]], (1, 2, 6, 7): [[4, 4, 9]], (1, 2, 6, 7, 4, 4): [[9]]}
 
     class Script(ScriptedEngine):
-        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-            super().submit(request_id, token_ids, max_tokens, seed, path_rows)
-            self.requests[request_id] = (scripts[tuple(token_ids)].pop(0), len(token_ids))
+        def submit(self, request):
+            super().submit(request)
+            self.requests[request.request_id] = (
+                scripts[tuple(request.token_ids)].pop(0),
+                len(request.token_ids),
+            )
 
     recipe = make_recipe(group_size=2)
     prompt = Prompt("p", [1, 2], "q", "math", "0")
@@ -472,11 +479,11 @@ def test_a_rollout_begins_only_where_a_slot_is_free(slots, carried):
     begun: set[str] = set()
 
     class Slots(ScriptedEngine):
-        def submit(self, request_id, *arguments):
-            rollout = request_id.rpartition("/")[0]
+        def submit(self, request):
+            rollout = request.request_id.rpartition("/")[0]
             assert rollout in begun or len(self.requests) < slots, "it would wait there before forks"
             begun.add(rollout)
-            super().submit(request_id, *arguments)
+            super().submit(request)
 
     # of an earlier step, whose budget was used up before they began
     keys = [(prompt, index) for prompt in make_prompts(4) for index in range(2)] if carried else []
@@ -499,9 +506,9 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain(kind):
             self.steps += 1
             return [self._delta(name) for name in list(self.requests)]
 
-        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-            super().submit(request_id, token_ids, max_tokens, seed, path_rows)
-            assert len(token_ids) - 2 == self.steps
+        def submit(self, request):
+            super().submit(request)
+            assert len(request.token_ids) - 2 == self.steps
 
     engine = Lockstep(random.Random(1), end=0.05, max_num_seqs=64, max_chunk=1)
     recipe = make_recipe(rollout={"max_response_length": 24, "max_num_seqs": 64}, **kind)
@@ -518,9 +525,9 @@ def test_speeds_are_of_this_attempt_and_counts_of_all(monkeypatch):
     class Clocked(ScriptedEngine):
         deltas = 0
 
-        def submit(self, *arguments):
+        def submit(self, request):
             clock[0] += 0.25
-            super().submit(*arguments)
+            super().submit(request)
 
         def step(self):
             clock[0] += 2
@@ -642,10 +649,10 @@ def test_one_request_of_each_rollout_brings_the_routes_of_its_prompt():
 
 def test_a_request_of_an_engine_that_does_not_know_the_end_is_aborted_there():
     class Endless(ScriptedEngine):
-        def submit(self, request_id, *arguments):
-            super().submit(request_id, *arguments)
-            tokens, start = self.requests[request_id]
-            self.requests[request_id] = [*tokens, *[5] * 200], start
+        def submit(self, request):
+            super().submit(request)
+            tokens, start = self.requests[request.request_id]
+            self.requests[request.request_id] = [*tokens, *[5] * 200], start
 
     endless, engine = (made(random.Random(0)) for made in (Endless, ScriptedEngine))
     assert harvested(endless)[0] == harvested(engine)[0]

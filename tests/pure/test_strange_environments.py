@@ -118,9 +118,9 @@ class Strange(Environment):
 class Uneven(Speaking):
     """Turns of unequal length, so that there are forks."""
 
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        self.text = "hm\n</think>\n\n" + " I say" * (seed % 4)
-        super().submit(request_id, token_ids, max_tokens, seed)
+    def submit(self, request):
+        self.text = "hm\n</think>\n\n" + " I say" * (request.seed % 4)
+        super().submit(request)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from megatron_eqlen.engines.protocol import Request
 from tests.kit.marks import EACH_WEEK
 from tests.kit.tree_samples import pack
 from tools import bench
@@ -96,7 +97,7 @@ def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():
     """Otherwise a record of them would be smaller than one of a model's tokens."""
     engine = ScriptedEngine(median=300, prompt=1, kept=3)
     for seed in range(4):
-        engine.submit(str(seed), [1], 100, seed)
+        engine.submit(Request(str(seed), [1], 100, seed))
     texts = {name: [] for name in engine.requests}
     for _ in range(50):
         for delta in engine.step():

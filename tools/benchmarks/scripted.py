@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
 from transformers import PreTrainedTokenizerFast
 
+from megatron_eqlen.engines.protocol import Request
 from megatron_eqlen.types import Delta, Metrics
 
 VOCABULARY = 32768
@@ -72,14 +73,12 @@ class ScriptedEngine:
         self.logprobs = (-rng.exponential(0.3, POOL)).astype(np.float32).tolist()
         self.masks = _masks(tokens, self.kept, rng) if self.kept else []
 
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
+    def submit(self, request: Request) -> None:
         started = time.thread_time()
-        trunk = len(token_ids) - self.prompt
-        length = response_length(np.random.default_rng(seed), self.median, trunk) - trunk
-        ends, stride = length <= max_tokens, 2 * (seed % POOL) + 1
-        self.requests[request_id] = _Request(0, min(length, max_tokens), ends, stride)
+        trunk = len(request.token_ids) - self.prompt
+        length = response_length(np.random.default_rng(request.seed), self.median, trunk) - trunk
+        ends, stride = length <= request.max_tokens, 2 * (request.seed % POOL) + 1
+        self.requests[request.request_id] = _Request(0, min(length, request.max_tokens), ends, stride)
         self.seconds += time.thread_time() - started
 
     def step(self) -> list[Delta]:

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from aiohttp import web
 
+from megatron_eqlen.engines.protocol import Request
 from megatron_eqlen.engines.server.gate import KEY
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.processes.collector import young_collected
@@ -101,7 +102,7 @@ def generate(engine: ServerEngine, streams: int, tokens: int) -> int:
     """Return how many tokens all requests brought."""
     grown = {f"{number}/0": GrowingTokens() for number in range(streams)}
     for number, name in enumerate(grown):
-        engine.submit(name, [1] * 300, tokens, number)
+        engine.submit(Request(name, [1] * 300, tokens, number))
     with young_collected():
         while engine.has_unfinished:
             for delta in engine.step():
