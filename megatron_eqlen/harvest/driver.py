@@ -118,11 +118,10 @@ class Driver:
 
     def begin(self, harvester: Harvester) -> None:
         """Start a harvester and launch its first tracks."""
-        key = harvester.key
-        self.running[key] = harvester
-        if key in self.partial:
-            self.generated[key] = -self.partial[key].earlier_tokens
-            self.unlaunched[key] = set(self.partial[key].tracks)
+        self.running[harvester.key] = harvester
+        if (partial := self.partial.get(harvester.key)) is not None:
+            self.generated[partial.key] = -partial.earlier_tokens
+            self.unlaunched[partial.key] = set(partial.tracks)
         for track in harvester.start():
             self.launch(track)
 

@@ -39,7 +39,6 @@ OVERLONG_BUFFER = 4096
 
 DAPO = Ppo(0.2, 0.28, clip_ratio_c=10.0)
 LSPO = (0.3, 0.65, 0.95)
-"""Quantiles of lengths."""
 BY_LENGTH = {"on_policy": "it averages by length, which these weights replace by a sum; use grpo or dr_grpo"}
 OBJECTIVES = {
     objective.name: objective

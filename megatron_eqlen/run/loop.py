@@ -115,8 +115,7 @@ def evaluate_only(job: Job, out: Path, run: Path) -> None:
     whose first start dates the prompts (``Session.keep_date``), or a recipe's file: today."""
     with Session(job) as session:
         session.keep_date(run)
-        generator = Generator(session, out.parent, synced=False)
-        results, metrics = evaluate_all(session, generator, out, "model")
+        results, metrics = evaluate_all(session, Generator(session, out.parent, synced=False), out, "model")
         session.progress.say(leaderboard(results, metrics["time/evaluate"] * distributed.world_size()))
 
 
