@@ -66,6 +66,7 @@ def loaded(done, tmp_path, *overrides):
     return load(tmp_path / "mine.yaml", overrides)
 
 
+ACTOR = "actor_rollout_ref.actor"
 OPEN = ("model.megatron.", "rollout.vllm.", "data.sources.0.columns.", "evaluation.benchmarks.0.columns.")
 """Keys with names of their own below them."""
 
@@ -241,6 +242,7 @@ def test_a_program_of_another_method_is_a_hole(tmp_path):
 
     assert holes("verl", "-m", "recipe.flowrl.main_flowrl") == ["objective"]
     assert holes("verl", "train.py") == ["objective"]
+    assert not any("advantages are" in text for text in translated(tmp_path, "verl", "train.py").changes)
     for program in ("verl.trainer.main_ppo", "recipe.dapo.main_dapo"):
         assert holes("verl", "-m", program) == []
     for program in ("trl/scripts/dpo.py", "sft.py", "rloo.py"):
@@ -387,6 +389,23 @@ def test_epochs_are_steps_where_the_data_are_here(tmp_path):
     files = f"data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/a.jsonl]", "~trainer.total_training_steps"
     words = *files, "data.train_batch_size=4", "trainer.total_epochs=3"
     assert translated(tmp_path, "verl", *words).keys["steps"] == 3 * (18 // 4)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words", "key", "expected"),
+    [
+        ("verl", ["data.train_batch_size=80", f"{ACTOR}.ppo_mini_batch_size={{}}"], "loss.minibatches",
+         {"64": (1, "there 1.25"), "40": (2, ""), "96": (1, "")}),
+        ("slime", ["--global-batch-size", "{}"], "loss.minibatches", {"20": (2, "there 1.6"), "16": (2, "")}),
+        ("trl", ["--steps_per_generation", "4", "--max_steps", "{}"], "steps",
+         {"10": (2, "there 2.5"), "8": (2, ""), "1": (1, "there 0.25")}),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_rounded_is_told(tmp_path, trainer, words, key, expected):
+    for value, (number, told) in expected.items():
+        done = translated(tmp_path, trainer, *(word.format(value) for word in words))
+        changes = [text for text in done.changes if f" -> {key}: " in text]
+        assert (done.keys[key], [text.partition(", ")[2] for text in changes]) == (number, [told] * bool(told))
 
 
 def test_the_header_begins_with_holes_then_the_gravest_effect(tmp_path):
