@@ -404,8 +404,8 @@ def test_epochs_are_steps_where_the_data_are_here(tmp_path):
 def test_a_number_that_is_rounded_is_told(tmp_path, trainer, words, key, expected):
     for value, (number, told) in expected.items():
         done = translated(tmp_path, trainer, *(word.format(value) for word in words))
-        changes = [text for text in done.changes if f" -> {key}: " in text]
-        assert (done.keys[key], [text.partition(", ")[2] for text in changes]) == (number, [told] * bool(told))
+        changes = [text.partition(", ")[2] for text in done.changes if f" -> {key}: " in text]
+        assert (done.keys[key], changes) == (number, [told] * bool(told))
 
 
 def test_the_header_begins_with_holes_then_the_gravest_effect(tmp_path):
