@@ -245,9 +245,8 @@ def _add_batches(done: Translation) -> None:
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
     # verl's mini-batch is in prompts, slime's batch of an update in responses.
-    if size := number("ppo_mini_batch_size") or number("global_batch_size") / group:
-        part = "ppo_mini_batch_size" if "ppo_mini_batch_size" in keys else "global_batch_size"
-        keys["loss.minibatches"] = whole("loss.minibatches", part, max(1.0, prompts / size))
+    if size := number("mini_batch") / (1 if done.trainer == "verl" else group):
+        keys["loss.minibatches"] = whole("loss.minibatches", "mini_batch", max(1.0, prompts / size))
     counted = {"checkpoint.every": "save_every", "evaluation.every": "eval_every", "steps": "max_steps"}
     for key, part in counted.items():
         if number(part) >= 1:

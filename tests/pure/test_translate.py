@@ -212,6 +212,7 @@ ENDS = [
     ("verl", "async_training.use_rollout_log_probs=True", SAME, {"loss.old_logprobs": "rollout"}),
     ("verl", "async_training.compute_prox_log_prob=True", SAME, {"loss.old_logprobs": "recompute"}),
     ("verl", "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5", NOTHING, None),
+    ("trl", "--vllm_max_model_length=600", CHANGED, {"rollout.max_response_length": 512}),
     ("trl", "--bias=all", HOLE, "bias"),
     ("trl", "--bias=none", NOTHING, None),
     ("trl", "--accelerate_config=zero2", NOTHING, None),
