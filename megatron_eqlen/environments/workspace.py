@@ -390,8 +390,7 @@ def _inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
 
 
 def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:
-    """Return ``folder`` with the files of ``above`` over its own, also links, ``without`` others and Python's
-    caches of bytecode."""
+    """Return ``folder`` with the files of ``above`` over its own, without bytecode and ``without`` others."""
     written = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(folder)) as under,
