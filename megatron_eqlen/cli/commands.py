@@ -27,7 +27,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run and not (arguments.start or arguments.replay):
         return _print_plan(Job(recipe), arguments.all)
     if arguments.dry_run or arguments.all:
-        raise ValueError("expected --all with --dry-run alone, whose plan depends on no --from or --replay")
+        raise ValueError("expected --all only with --dry-run, and --dry-run without --from and --replay")
     job = Job(recipe := pinned(recipe, recipe.run_folder))
     folder = RunFolder(recipe)
     folder.check(recipe)

@@ -184,7 +184,7 @@ def _add_learning(done: Translation) -> None:
     keys, number, group = done.keys, done.number, done.number("group_size")
     # Advantages of these are divided by the standard deviation of their group.
     divides = keys.get("objective", "grpo") in ("grpo", "gspo", "cispo")
-    if divides and keys.get("loss.advantage") != "dr_grpo" and group > 1:
+    if divides and "objective" not in done.holes and keys.get("loss.advantage") != "dr_grpo" and group > 1:
         more = f"advantages are {math.sqrt(group / (group - 1)):.3f} times theirs"
         done.change("objective", "objective", f"{more}: their standard deviation is over n - 1, ours over n")
     if "overlong" in keys:
@@ -222,6 +222,12 @@ def _add_learning(done: Translation) -> None:
 def _add_batches(done: Translation) -> None:
     """Add the numbers of prompts, of updates and of steps, and what is counted in steps."""
     keys, number, updates, group = done.keys, done.number, 1.0, done.number("group_size") or 1
+
+    def whole(ours: str, part: str, exact: float) -> int:
+        if (rounded := max(1, round(exact))) != exact:
+            done.change(ours, part, f"{rounded}, there {exact:.4g}")
+        return rounded
+
     # TRL counts responses on each process, in micro-batches, and updates instead of steps.
     if "per_device_train_batch_size" in keys:
         accumulated, nodes = number("gradient_accumulation_steps") or 1, number("cluster.nodes") or 1
@@ -231,20 +237,21 @@ def _add_batches(done: Translation) -> None:
         responses = number("generation_batch_size") or at_once * steps
         keys["data.prompts_per_step"] = max(1, round(responses / group))
         keys |= {"cluster.processes_per_node": round(processes / nodes)} if processes else {}
-        keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
+        in_step = responses / (at_once * accumulated) if at_once else 1
+        keys["loss.minibatches"] = whole("loss.minibatches", "steps_per_generation", in_step)
         if not at_once or "cluster.processes_per_node" in done.holes:
             why = f"{keys['per_device_train_batch_size']} responses on each process x processes / {group:g}"
             done.hole("data.prompts_per_step", "per_device_train_batch_size", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
     # verl's mini-batch is in prompts, slime's batch of an update in responses.
-    if size := number("ppo_mini_batch_size") or number("global_batch_size") / group:
-        keys["loss.minibatches"] = max(1, round(prompts / size))
+    if size := number("mini_batch") / (1 if done.trainer == "verl" else group):
+        keys["loss.minibatches"] = whole("loss.minibatches", "mini_batch", max(1.0, prompts / size))
     counted = {"checkpoint.every": "save_every", "evaluation.every": "eval_every", "steps": "max_steps"}
     for key, part in counted.items():
         if number(part) >= 1:
             # Theirs are updates, of which a step of ours may have several.
-            keys[key] = max(1, round(number(part) / updates))
+            keys[key] = whole(key, part, number(part) / updates)
         elif number(part) > 0:
             done.change(key, part, "a share of the run there, a number of steps here")
     files = listed(keys.get("train_files"))

@@ -374,7 +374,7 @@ def _inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
 
 
 def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:
-    """Return ``folder`` with the files of ``above`` over its own, also links, ``without`` others."""
+    """Return ``folder`` with the files of ``above`` over its own, without bytecode and ``without`` others."""
     written = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(folder)) as under,
@@ -389,6 +389,8 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
             member
             for member in under
             if not new & {member.name, *_parents(member.name)}
+            # bytecode may say other things than the source beside it, which it stands for
+            and "__pycache__" not in PurePosixPath(member.name).parts
             and (member.isdir() or member.name not in folders)
         ]
         for archive, member in [*((under, member) for member in old), *((over, member) for member in over)]:

@@ -652,8 +652,8 @@ REFUSED = [
     (f"submit {{large}} run_dir={{here}}/{LONG}", f"eqlen submit: {{here}}/{LONG}: File name too long"),
     ("recipe --from verl {here}/image.yaml", "image.yaml: cannot be read as a configuration: 'utf-8' codec"),
     ("recipe --from verl {here}/empty.yaml A=1", "expected a script to take 'A=1', which other files do not"),
-    ("train {large} --all", "eqlen train: expected --all with --dry-run alone"),
-    ("train {large} --dry-run --from a@1", "--dry-run alone, whose plan depends on no --from or"),
+    ("train {large} --all", "eqlen train: expected --all only with --dry-run"),
+    ("train {large} --dry-run --from a@1", "--dry-run without --from and --replay"),
     ("sweep {recipes}/paper_tables.yaml --jobs 3 --tables", "--jobs: 3 at a time, but --dry-run and --t"),
     ("evaluate {tiny} --model {here} model.path=a", "model.path=a: --model names another model, {here}"),
     # below the usage

@@ -66,6 +66,7 @@ def loaded(done, tmp_path, *overrides):
     return load(tmp_path / "mine.yaml", overrides)
 
 
+ACTOR = "actor_rollout_ref.actor"
 OPEN = ("model.megatron.", "rollout.vllm.", "data.sources.0.columns.", "evaluation.benchmarks.0.columns.")
 """Keys with names of their own below them."""
 
@@ -200,6 +201,20 @@ ENDS = [
     ("verl", "async_training.require_batches=2", HOLE, "data.prompts_per_step"),
     ("verl", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", CHANGED, None),
     ("verl", "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", SAME, None),
+    ("verl", "actor_rollout_ref.model.lora_adapter_path=A", HOLE,
+     "actor_rollout_ref.model.lora_adapter_path"),
+    ("verl", "actor_rollout_ref.model.lora.adapter_path=A", HOLE,
+     "actor_rollout_ref.model.lora.adapter_path"),
+    ("verl", "actor_rollout_ref.model.lora.type=dora", HOLE, "actor_rollout_ref.model.lora.type"),
+    ("verl", f"{ACTOR}.megatron.override_mcore_model_config.moe_config.freeze_moe_router=True", HOLE,
+     f"{ACTOR}.megatron.override_mcore_model_config.moe_config.freeze_moe_router"),
+    ("verl", "data.datagen.path=x.py", HOLE, "data.sources.0.reader"),
+    ("verl", "async_training.use_rollout_log_probs=True", SAME, {"loss.old_logprobs": "rollout"}),
+    ("verl", "async_training.compute_prox_log_prob=True", SAME, {"loss.old_logprobs": "recompute"}),
+    ("verl", "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5", NOTHING, None),
+    ("trl", "--vllm_max_model_length=600", CHANGED, {"rollout.max_response_length": 512}),
+    ("trl", "--bias=all", HOLE, "bias"),
+    ("trl", "--bias=none", NOTHING, None),
     ("trl", "--accelerate_config=zero2", NOTHING, None),
     ("trl", "--module=x.sft", HOLE, "objective"),
     # options without a value, and numbers that a program would say
@@ -241,6 +256,7 @@ def test_a_program_of_another_method_is_a_hole(tmp_path):
 
     assert holes("verl", "-m", "recipe.flowrl.main_flowrl") == ["objective"]
     assert holes("verl", "train.py") == ["objective"]
+    assert not any("advantages are" in text for text in translated(tmp_path, "verl", "train.py").changes)
     for program in ("verl.trainer.main_ppo", "recipe.dapo.main_dapo"):
         assert holes("verl", "-m", program) == []
     for program in ("trl/scripts/dpo.py", "sft.py", "rloo.py"):
@@ -387,6 +403,23 @@ def test_epochs_are_steps_where_the_data_are_here(tmp_path):
     files = f"data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/a.jsonl]", "~trainer.total_training_steps"
     words = *files, "data.train_batch_size=4", "trainer.total_epochs=3"
     assert translated(tmp_path, "verl", *words).keys["steps"] == 3 * (18 // 4)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words", "key", "expected"),
+    [
+        ("verl", ["data.train_batch_size=80", f"{ACTOR}.ppo_mini_batch_size={{}}"], "loss.minibatches",
+         {"64": (1, "there 1.25"), "40": (2, ""), "96": (1, "")}),
+        ("slime", ["--global-batch-size", "{}"], "loss.minibatches", {"20": (2, "there 1.6"), "16": (2, "")}),
+        ("trl", ["--steps_per_generation", "4", "--max_steps", "{}"], "steps",
+         {"10": (2, "there 2.5"), "8": (2, ""), "1": (1, "there 0.25")}),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_rounded_is_told(tmp_path, trainer, words, key, expected):
+    for value, (number, told) in expected.items():
+        done = translated(tmp_path, trainer, *(word.format(value) for word in words))
+        changes = [text.partition(", ")[2] for text in done.changes if f" -> {key}: " in text]
+        assert (done.keys[key], changes) == (number, [told] * bool(told))
 
 
 def test_the_header_begins_with_holes_then_the_gravest_effect(tmp_path):
@@ -690,12 +723,36 @@ def test_without_a_sandbox_a_script_is_refused_and_its_saved_arguments_are_read(
     assert translate("verl", tmp_path / "args.txt").keys["group_size"] == 4
 
 
+RESOLVED = """
+algorithm: {adv_estimator: grpo, rollout_correction: {rollout_rs: null, rollout_rs_threshold_lower: null}}
+data: {train_files: [DATA], datagen: {path: null, name: null}, sampler: {class_path: null, class_name: null}}
+trainer: {total_training_steps: 9}
+reward_manager:
+  {source: register, name: naive, module: {_target_: a.B, path: null, name: custom_reward_manager}}
+reward_model:
+  {enable: false, nccl_timeout: 600, reward_loop_source: register, reward_loop_class_name: null}
+actor_rollout_ref:
+  model: {path: M, lora_adapter_path: null, lora: {type: lora, rank: 0, adapter_path: null}}
+  rollout: {n: 4, layer_name_map: {qkv_layer_name: qkv}}
+  actor:
+    load_weight: true
+    optim: {lr_wsd_decay_style: exponential, lr_wsd_decay_steps: null}
+    megatron:
+      sequence_parallel: null
+      override_mcore_model_config: {}
+      override_transformer_config: {recompute_granularity: null, recompute_modules: [core_attn]}
+"""
+"""Defaults of verl 0.7's trainers, with nulls as its resolved configurations have them."""
+
+
 def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "algorithm: {adv_estimator: grpo, gamma: 1.0}\ndata: {train_files: [DATA]}\n"
         "actor_rollout_ref: {rollout: {n: 4}, model: {path: M}}\n"
     )
     assert translate("verl", tmp_path / "a.yaml").keys["group_size"] == 4
+    (tmp_path / "a.yaml").write_text(RESOLVED)  # what its defaults name asks for nothing
+    assert not translate("verl", tmp_path / "a.yaml").holes
     (tmp_path / "a.yaml").write_text("data: {train_files: '${x}'}\n")
     with pytest.raises(ValueError, match=r"train_files: \$\{x\}: expected resolved values"):
         translate("verl", tmp_path / "a.yaml")

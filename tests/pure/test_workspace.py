@@ -275,10 +275,19 @@ def test_a_machine_without_isolation_is_refused_by_name(template, monkeypatch):
 # ---- grades ----------------------------------------------------------------------------------------------
 
 
+BYTECODE = (
+    "echo 'add = lambda a, b: a - -b' > add.py; echo wrong=0 > tests/part.py; "
+    "python3 -m compileall -q --invalidation-mode unchecked-hash"
+)
+"""Add right, with a sign that ``tests/part.py`` counts, and compile another ``part`` that is taken for it."""
+
+
 @pytest.mark.parametrize(("command", "expected"), [
     ("true", 0.0), ("echo > test.py", 0.0), ("rm test.py; ln -s /dev/null test.py", 0.0),
     ("rm -r tests; ln -s /tmp tests", 0.0), ("rm -r tests; echo > tests", 0.0),
     ("rm test.py; mkdir -p test.py/x", 0.0),
+    (f"{BYTECODE} tests/part.py", 0.0),
+    (f"{BYTECODE} tests/part.py; mv tests/__pycache__ .; ln -s ../__pycache__ tests/__pycache__", 0.0),
     ("head -c 66M /dev/zero > full", 0.0), ("for n in $(seq 1500); do : > $n; done", 0.0),  # no room
     ("sed -i s/-/+/ add.py", 1.0),  # the code itself
 ])  # fmt: skip
@@ -287,7 +296,8 @@ def test_hidden_files_replace_those_of_the_policy(template, tmp_path, command, e
     (template / "tests" / "more.py").write_text("")
     hidden = tmp_path / "hidden"
     shutil.copytree(template / "tests", hidden / "tests")
-    (hidden / "tests" / "more.py").write_text("raise SystemExit(open('add.py').read().count('-'))\n")
+    (hidden / "tests" / "more.py").write_text("from part import wrong\nraise SystemExit(wrong)\n")
+    (hidden / "tests" / "part.py").write_text("wrong = open('add.py').read().count('-')\n")
     (hidden / "test.py").write_text(TEST)
     (hidden / "long").write_bytes(os.urandom(2 << 20))
     options = {"hidden": str(hidden), "folder_mb": 64, "files": 500}
