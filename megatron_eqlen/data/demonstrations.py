@@ -12,7 +12,7 @@ from __future__ import annotations
 from megatron_eqlen.data.prompts import CHARACTERS, PromptMaker, PromptSource, Tools
 from megatron_eqlen.data.rows import DEMONSTRATION, BadRow, Problem
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
-from megatron_eqlen.hf.turns import left_out
+from megatron_eqlen.hf.turns import TAKEN, left_out
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, Recipe, SourceRecipe
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Demonstration
@@ -63,6 +63,8 @@ class DemonstrationMaker(PromptMaker):
         starts: list[int] = []
         for number, turn in enumerate(turns):
             if turn["role"] == "assistant":
+                if not (turn["content"].strip() or turn.keys() - TAKEN - {"content"}):
+                    raise BadRow("no_response", f"turn {number}: expected words or calls, found none")
                 before = tokenizer.render_chat(turns[:number], thinking)
                 if not whole.startswith(before):
                     changes = f"writes the turns before turn {number} in another way once it follows"

@@ -25,7 +25,7 @@ import ast, contextlib, os, random, sys, traceback, types
 def seed(self, a=None, version=2, own=random.Random.seed):
     own(self, draw.getrandbits(128) if a is None else a, version)
 draw = random.Random(0)
-os.urandom = random._urandom = draw.randbytes
+os.urandom = os.getrandom = random._urandom = lambda size, flags=0: draw.randbytes(size)
 random.Random.seed = seed
 random.seed = random._inst.seed
 random.seed(0)

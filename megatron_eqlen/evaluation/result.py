@@ -63,14 +63,15 @@ class EvaluationResult:
     @property
     def sampling(self) -> str:
         """``temperature 0.6, top-p 0.95, top-k 20, at most 4,096 tokens``, without settings that are off."""
-        used = self.manifest["rollout"]
-        limit = f"at most {used['max_response_length']:,} tokens"
-        if not used["temperature"]:
-            return f"greedy, {limit}"
-        # 0 for a setting that is off: top-p 1, top-k 0 or -1, min-p 0.
-        cut = {"top-p": used["top_p"] % 1, "top-k": max(used["top_k"], 0), "min-p": used["min_p"]}
-        named = [f"{name} {value:g}" for name, value in cut.items() if value]
-        return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
+        with expecting("a result with the settings of its sampling", self.file or Path(self.benchmark)):
+            used = self.manifest["rollout"]
+            limit = f"at most {used['max_response_length']:,} tokens"
+            if not used["temperature"]:
+                return f"greedy, {limit}"
+            # 0 for a setting that is off: top-p 1, top-k 0 or -1, min-p 0.
+            cut = {"top-p": used["top_p"] % 1, "top-k": max(used["top_k"], 0), "min-p": used["min_p"]}
+            named = [f"{name} {value:g}" for name, value in cut.items() if value]
+            return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
 
     def is_like(self, other: EvaluationResult) -> bool:
         """Return True if both answered the same questions with the same sampling: only weights may differ."""
@@ -189,7 +190,10 @@ def read_results(path: Path) -> list[EvaluationResult]:
             answers = TypeAdapter(list[Answers]).validate_python(record["answers"])
             result = EvaluationResult(record["benchmark"], answers, record["manifest"], path)
             # Fills the cached property.
-            vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
+            interval = TypeAdapter(Interval).validate_python(record["summary"]["intervals"][0])
+            vars(result)["accuracy"] = interval
+            # What readers ask of a result fails here, where its file is named.
+            _ = result.metrics(), _settings(result.manifest)
             results.append(result)
     return results
 

@@ -8,8 +8,10 @@ import zlib
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from megatron_eqlen.files import remove_partial, write_text
+from megatron_eqlen.evaluation.result import Answers, EvaluationResult, read_results, write_results
+from megatron_eqlen.files import read_json, remove_partial, write_json, write_text
 from megatron_eqlen.models.checkpoint_folder import (
     BLOCK,
     CheckpointError,
@@ -60,6 +62,26 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
     (run / name).write_bytes(text)
     with pytest.raises(ValueError, match=name):
         RunStatus(run).screen()
+
+
+@pytest.mark.parametrize("damage", [
+    {"manifest": None}, {"manifest": {}}, {"manifest": {"rollout": None}},
+    {"manifest": {"rollout": {"temperature": "x", "max_response_length": 8}}},
+    {"manifest": {"rollout": {"temperature": 0, "max_response_length": 8}, "benchmark": None}},
+    {"answers": []},
+    {"answers": [Answers("a", [1.0], ["correct"], [3]), Answers("b", [1.0, 0.0], ["correct"], [3])]},
+    {"summary": {"intervals": [{"mean": None, "low": 0.0, "high": 0.0, "method": "m"}]}},
+], ids=str)  # fmt: skip
+def test_a_damaged_result_of_an_evaluation_is_named(tmp_path, damage):
+    """Whatever is asked of it later: its accuracy, its sampling, whether it was measured as a recipe says."""
+    sampling = {"temperature": 0, "max_response_length": 8}
+    answers = [Answers("a", [1.0], ["correct"], [3])]
+    write_results(file := tmp_path / "before.json", [EvaluationResult("b", answers, {"rollout": sampling})])
+    assert read_results(file)[0].sampling == "greedy, at most 8 tokens"
+    (record,) = read_json(file)
+    write_json(file, [record | TypeAdapter(dict).dump_python(damage, mode="json")])
+    with pytest.raises(ValueError, match=r"before\.json: expected (an evaluation|a) result"):
+        print(read_results(file)[0].sampling)
 
 
 @pytest.mark.parametrize(("name", "change"), [

@@ -113,6 +113,8 @@ def test_a_column_of_answers_is_refused_where_chats_have_the_response_and_read_w
     ({"messages": [REPLY]}, "bad_messages is .*rows.jsonl#0"),
     ({"messages": [USER, REPLY | {"content": "1 " * 200}]},
      "long_row is rows/rows.jsonl#0: 4.. tokens, a row or the model's context has 120"),
+    ({"messages": [USER, REPLY, USER, REPLY | {"content": ""}]}, "no_response is .*turn 3: expected words"),
+    ({"messages": [USER, REPLY | {"content": " \n"}, USER, REPLY]}, "no_response is .*turn 1: expected"),
     ({"messages": [USER, REPLY | {"reasoning": "so"}]},
      "unrendered_key is rows/rows.jsonl#0: assistant: reasoning: the chat template leaves it out"),
 ])  # fmt: skip

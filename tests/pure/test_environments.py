@@ -836,7 +836,8 @@ UNSTEADY = (
     "class A: pass\nprint([id(it) >> 20 for it in (object(), [], A, A(), A.__init__, lambda: A, print)])",
     "import random, uuid, secrets\nrandom.seed()\nprint(random.random(), random.Random().random())\n"
     "print(uuid.uuid4(), secrets.token_hex(4), random.SystemRandom().random())",
-    "import os, tempfile\nprint(os.getpid(), os.urandom(4), next(tempfile._get_candidate_names()))",
+    "import os, tempfile\nprint(os.getpid(), os.urandom(4), os.getrandom(4))\n"
+    "print(next(tempfile._get_candidate_names()))",
     "try:\n    import numpy as np\n    print(np.random.rand(), np.random.default_rng().random())\n"
     "except ImportError: pass",
 )
