@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name, streams_of
@@ -44,13 +45,7 @@ def train(arguments: argparse.Namespace) -> int:
         return 0
     if recipe.rollout.engine == "server" and not arguments.replay:
         authorization()  # without a secret, refuse before anything is loaded
-
-    def work() -> None:
-        from megatron_eqlen.run.loop import train
-
-        train(job, arguments.replay)
-
-    return _on_ranks(job, work, folder.stop)
+    return _on_ranks(job, lambda loop: loop.train(job, arguments.replay), folder.stop)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -160,13 +155,7 @@ def harvest(arguments: argparse.Namespace) -> int:
         recipe, benchmark = answering(recipe, arguments.benchmark)
     job = Job(pinned(recipe, arguments.out))
     check_harvest(arguments.out, job.recipe)
-
-    def work() -> None:
-        from megatron_eqlen.run.loop import harvest_only
-
-        harvest_only(job, arguments.out, benchmark)
-
-    return _on_ranks(job, work)
+    return _on_ranks(job, lambda loop: loop.harvest_only(job, arguments.out, benchmark))
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -194,13 +183,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ValueError("--out: expected a result file (a run folder has a default)")
     refuse_existing(out)
     refuse_unwritable(out.parent)
-
-    def work() -> None:
-        from megatron_eqlen.run.loop import evaluate_only
-
-        evaluate_only(job, out, arguments.recipe)
-
-    return _on_ranks(job, work)
+    return _on_ranks(job, lambda loop: loop.evaluate_only(job, out, arguments.recipe))
 
 
 def probe(arguments: argparse.Namespace) -> int:
@@ -222,16 +205,11 @@ def probe(arguments: argparse.Namespace) -> int:
         folder.prepare()
     # Weights between two checkpoints are trained again from the recorded steps.
     if target.steps and not is_whole(folder.weights):
-
-        def train_again() -> None:
-            from megatron_eqlen.run.loop import train
-
-            train(folder.training, target.streams, target.steps)
-
-        status = _on_ranks(folder.training, train_again)
+        again = folder.training
+        status = _on_ranks(again, lambda loop: loop.train(again, target.streams, target.steps))
         if status or "RANK" in os.environ:  # ranks that another command started: it goes on
             return status
-    return _on_ranks(folder.sampling, lambda: continue_rollouts(folder))
+    return _on_ranks(folder.sampling, lambda _: continue_rollouts(folder))
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -300,9 +278,10 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _on_ranks(job: Job, work: Callable[[], None], stop: Path | None = None) -> int:
-    """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here. ``stop``:
-    the file that asks the run to stop. A layout that cannot start is refused before any process is."""
+def _on_ranks(job: Job, work: Callable[[Any], None], stop: Path | None = None) -> int:
+    """Do ``work``, of the module ``run.loop``, in this process if it is a rank (or the only one), else in
+    ranks started here. ``stop``: the file that asks the run to stop. A layout that cannot start is refused
+    before any process is."""
     with importing():
         from megatron_eqlen.check.machine import refuse_unfit
 
@@ -313,7 +292,7 @@ def _on_ranks(job: Job, work: Callable[[], None], stop: Path | None = None) -> i
     return _start(job.recipe, work, Interrupts(stop))
 
 
-def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
+def _start(recipe: Recipe, work: Callable[[Any], None], interrupts: Interrupts) -> int:
     from megatron_eqlen.processes.lifeline import die_with_launcher, taking_along
 
     die_with_launcher()
@@ -332,6 +311,6 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
         if "RANK" not in os.environ:  # the launcher handles the signals of its ranks
             watch(interrupts)
         with importing():
-            import megatron_eqlen.run.loop  # noqa: F401  ``work`` imports it
-        work()
+            from megatron_eqlen.run import loop
+        work(loop)
     return 0

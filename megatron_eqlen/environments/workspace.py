@@ -374,7 +374,7 @@ def _inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
 
 
 def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:
-    """Return ``folder`` with the files of ``above`` over its own, without bytecode and ``without`` others."""
+    """Return ``folder`` with the files of ``above`` over its own; bytecode and ``without`` are left out."""
     written = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(folder)) as under,
