@@ -45,7 +45,7 @@ from megatron_eqlen.cli import commands
 from megatron_eqlen.processes.interrupts import Interrupts
 from megatron_eqlen.recipe.load import load
 how, mark = sys.argv[1:]
-def work():
+def work(_):
     subprocess.Popen(["sleep", mark])
     subprocess.Popen(["sleep", mark], start_new_session=True)
     subprocess.run(["bash", "-c", "setsid sleep " + mark + " & setsid setsid sleep " + mark + " & exit"])

@@ -34,7 +34,7 @@ def main(how: str, folder: str) -> int:
         from megatron_eqlen.recipe.load import load
 
         stop = Interrupts(Path(folder) / "STOP")
-        commands._start(load("recipes/tiny_cpu.yaml"), lambda: time.sleep(600), stop)
+        commands._start(load("recipes/tiny_cpu.yaml"), lambda _: time.sleep(600), stop)
     time.sleep(600)
     return 0
 

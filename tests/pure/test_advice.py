@@ -285,7 +285,7 @@ def test_places_that_lie_close_are_one_and_rollouts_of_few_prompts_are_resampled
     ranks = np.zeros((RANKS + 1, 3))
     ranks[:3] = [(0.25, 100, 25), (0.2, 98, 20), (0.1, 50, 5)]
     monkeypatch.setattr(profile_module, "by_rank", lambda rollout: ranks)
-    rollouts = [SimpleNamespace(prompt_id=f"q{n % 3}", index=n) for n in range(12)]
+    rollouts = [SimpleNamespace(prompt_id=f"q{n % 3}", key=(f"q{n % 3}", n)) for n in range(12)]
     profile = outcome_profile(rollouts)
     np.testing.assert_allclose(profile.ends, [0.5, 1.0])
     np.testing.assert_allclose(profile.decided[0], [0.6, 0.4])

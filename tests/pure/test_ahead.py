@@ -266,6 +266,6 @@ def test_an_evaluation_has_the_engine_for_itself_and_its_time_has_no_harvest(tmp
         )
         monkeypatch.setattr(source, "benchmarks", [SimpleNamespace(name="b")])
         monkeypatch.setattr(source.generator, "evaluate", lambda *_: result(4))
-        evaluations.evaluate(asked, source, tmp_path / "after.json", "after")
+        evaluations.evaluate_all(asked, source, tmp_path / "after.json", "after")
         assert ("evaluate", True) in begun
         assert len(source.under_way) == 2

@@ -1012,7 +1012,7 @@ def test_a_later_command_has_the_date_of_the_first_start_in_templates(tmp_path, 
     events.append(tmp_path, "step")
     for name in ("Hold", "keep_inputs", "dump", "write_text", "start_prompts", "leaderboard"):
         monkeypatch.setattr(loop, name, MagicMock())
-    monkeypatch.setattr(loop, "evaluate", lambda *_: ((), {"time/evaluate": 1.0}))
+    monkeypatch.setattr(loop, "evaluate_all", lambda *_: ((), {"time/evaluate": 1.0}))
     monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
     monkeypatch.setattr(distributed, "is_rank0", lambda: True)
     session = SimpleNamespace(tokenizer=tokenizer, progress=MagicMock())
