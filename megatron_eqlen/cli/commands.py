@@ -279,7 +279,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _on_ranks(job: Job, work: Callable[[Any], None], stop: Path | None = None) -> int:
-    """Do ``work``, of the module ``run.loop``, in this process if it is a rank (or the only one), else in
+    """Call ``work`` with the module ``run.loop`` in this process if it is a rank (or the only one), else in
     ranks started here. ``stop``: the file that asks the run to stop. A layout that cannot start is refused
     before any process is."""
     with importing():

@@ -11,9 +11,9 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def share_cores() -> None:
-    """Let OpenMP's threads spin for some 0.05 ms while they wait for each other, then sleep: GNU's 15 ms are
-    most of the time on cores that others use, too. Call before torch is imported; child processes inherit
-    it."""
+    """Let OpenMP's threads spin 1,000 times while they wait for each other, then sleep: GNU's 300,000 times
+    are most of the time on cores that others use, too. Call before torch is imported; child processes
+    inherit it."""
     if "OMP_WAIT_POLICY" not in os.environ:  # a spin count would win
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -55,7 +55,7 @@ def repository(name: str) -> tuple[list[str], str] | None:
 
 
 def commit(name: str) -> Contents:
-    """Return the digest of what ``repository@commit`` of Git holds; a branch may move. None: no digest."""
+    """Return the digest of what ``repository@commit`` of Git holds now; empty for any other name."""
     if (at := repository(name)) is None:
         return {}
     tree = subprocess.run([*at[0], "ls-tree", "--end-of-options", at[1]], capture_output=True)

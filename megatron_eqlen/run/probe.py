@@ -85,7 +85,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True)
 class Target:
-    """What is probed: places in the recorded rollouts of a run's step, and the weights that sampled them."""
+    """Places in the recorded rollouts of a run's step to be probed, and the weights that sampled them."""
 
     job: Job
     options: ProbeOptions
