@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -702,16 +704,28 @@ def test_nccl_without_a_gpu_is_refused(fake):
 @pytest.fixture
 def without_nccl(monkeypatch) -> list[tuple]:
     """Run ``NcclSender`` up to NCCL itself and return the ids by which it would meet the workers, its ranks
-    and the worlds' sizes; a broadcast reads the stream."""
+    and the worlds' sizes, then what it does in each group; a broadcast reads the stream."""
     from megatron_eqlen.engines.weights import nccl
 
     places: list[tuple] = []
+    numbers = itertools.count()
+
+    def library() -> Any:
+        unique = SimpleNamespace(internal=(ctypes.c_byte * 128)(*[next(numbers)] * 128))
+        return SimpleNamespace(ncclGetUniqueId=lambda: unique)
+
+    def join(*place: Any) -> Any:
+        places.append(place[:3])
+        return SimpleNamespace(unique_id=place[0], destroy=lambda: places.append((place[0], "destroyed")))
+
+    def broadcast(named_tensors: Any, group: Any) -> None:
+        places.append((group.unique_id, len(list(named_tensors))))
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    unique = SimpleNamespace(internal=(ctypes.c_byte * 128)(*range(128)))
-    monkeypatch.setattr(nccl, "NCCLLibrary", lambda: SimpleNamespace(ncclGetUniqueId=lambda: unique))
-    monkeypatch.setattr(nccl, "uid_init_process_group", lambda *place: places.append(place[:3]))
-    monkeypatch.setattr(nccl, "broadcast", lambda named_tensors, group: list(named_tensors))
+    monkeypatch.setattr(nccl, "NCCLLibrary", library)
+    monkeypatch.setattr(nccl, "uid_init_process_group", join)
+    monkeypatch.setattr(nccl, "broadcast", broadcast)
     return places
 
 
@@ -747,6 +761,35 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
         assert set(announced.dtype_names) == {"float32"}
     with pytest.raises(EngineError, match=r"expected 'model\.embed_tokens\.weight'"):
         engine.sender.send(reversed(weights.items()))
+
+
+def test_with_nccl_each_sync_has_a_group_of_its_own(open_fakes, without_nccl):
+    """A server that was started again between two syncs, at the same URL, is in no group: a broadcast in the
+    one before would wait for a process that is dead."""
+    engine, fakes = open_fakes("good", "good", sync="nccl")
+    stored = new_weights()
+    weights = {name: stored[name] for name in engine.weights.shapes}
+    for version in (1, 2):
+        engine.update_weights(iter(weights.items()), version)
+        for server in fakes:  # each was invited
+            assert server.posted.pop("init_weight_transfer_engine")
+    ids = [bytes([number] * 128) for number in range(2)]
+    in_each = (0, 3), (len(weights),), ("destroyed",)
+    assert without_nccl == [(unique, *event) for unique in ids for event in in_each]
+
+
+def test_a_worker_leaves_the_nccl_group_of_an_update_when_it_ends(monkeypatch):
+    from megatron_eqlen.engines.weights import worker as module
+
+    monkeypatch.setattr(module, "finalize_layerwise_reload", lambda *_: None)
+    monkeypatch.setattr(module, "repack", lambda _: None)
+    left: list[str] = []
+    engine = object.__new__(module.NcclWeightTransfer)
+    engine.model = engine.model_config = None
+    engine.model_update_group = SimpleNamespace(destroy=lambda: left.append("destroyed"))  # type: ignore
+    engine.finish_weight_update()
+    assert left == ["destroyed"]
+    assert engine.model_update_group is None
 
 
 def test_with_nccl_a_routers_bias_comes_in_float32_beside_trained_weights(open_fakes, without_nccl, tmp_path):

@@ -1,9 +1,10 @@
 """Weights to all servers at once by NCCL broadcasts, for trainers and servers that share a fabric.
 
-The group is the trainer's sending rank and every worker of every live replica. Workers get NCCL's unique id
-over HTTP with the servers' secret; vLLM's other way is a store that anybody may write to, whose values are
-unpickled. vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties its buffer. Unlike
-with files, a replica that dies in the middle ends the sync for all: NCCL cannot leave a member out.
+The group is the trainer's sending rank and every worker of every live replica. It lives for one sync: a
+server that was started again is in none, and buffers take memory. Workers get NCCL's unique id over HTTP with
+the servers' secret; vLLM's other way is a store that anybody may write to, whose values are unpickled.
+vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties its buffer. Unlike with
+files, a replica that dies in the middle ends the sync for all: NCCL cannot leave a member out.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ holds views of the other, whose memory no stream keeps (``record_stream``)."""
 
 
 class NcclSender:
-    """Sends weights to the live replicas of ``pool``. The group is made at the first sync, and again when
-    these change. ``table``: all weights, in sending order. Raises EngineError without a GPU."""
+    """Sends weights to the live replicas of ``pool``. ``table``: all weights, in sending order. Raises
+    EngineError without a GPU."""
 
     def __init__(self, pool: ReplicaPool, table: WeightTable) -> None:
         if not torch.cuda.is_available():
@@ -47,14 +48,10 @@ class NcclSender:
             raise EngineError(f"rollout.sync: {lacks}: use rollout.sync: folder")
         self.pool = pool
         self.table = table
-        self.members: list[Replica] = []
-        self.group: Any = None
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Send the weights; return 0, for none by files. Raises EngineError when no replica is left."""
-        if self.members != self.pool.alive:
-            self._meet()
-        shapes, coming = self.table.shapes, iter(named_tensors)
+        group, shapes, coming = self._meet(), self.table.shapes, iter(named_tensors)
         # the first weight tells the dtype of all that are trained; `_in_order` refuses any other
         first = next(coming)
         dtypes = {name: torch.float32 if name in self.table.wide else first[1].dtype for name in shapes}
@@ -66,17 +63,17 @@ class NcclSender:
         body = {"update_info": asdict(info)}
         # not waited for: workers answer when the broadcast, which needs them all, has ended
         receiving = self.pool.start(lambda replica: replica.post("update_weights", body))
-        broadcast(_in_order(chain([first], coming), dtypes), self.group)
+        broadcast(_in_order(chain([first], coming), dtypes), group)
         self.pool.settle("update_weights", receiving)
+        group.destroy()  # when all have received: it drops what is under way
         return 0
 
-    def _meet(self) -> None:
+    def _meet(self) -> Any:
         """Make the group: this process is its rank 0, then come the workers, replica by replica."""
-        self.members = self.pool.alive
-        counts = [replica.workers for replica in self.members]
+        counts = {replica: replica.workers for replica in self.pool.alive}
         # the last sum is the world's size, and no replica's
-        first_ranks = dict(zip(self.members, accumulate(counts, initial=1), strict=False))
-        world, unique_id = 1 + sum(counts), bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        first_ranks = dict(zip(counts, accumulate(counts.values(), initial=1), strict=False))
+        world, unique_id = 1 + sum(counts.values()), bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
         async def invite(replica: Replica) -> None:
             info = NCCLWeightTransferInitInfo(
@@ -91,8 +88,9 @@ class NcclSender:
 
         # NCCL waits for all members: the workers must be joining while this rank does
         meeting = self.pool.start(invite)
-        self.group = uid_init_process_group(unique_id, 0, world, torch.cuda.current_device())
+        group = uid_init_process_group(unique_id, 0, world, torch.cuda.current_device())
         self.pool.settle("init_weight_transfer_engine", meeting)
+        return group
 
 
 def _in_order(named_tensors: Stream, dtypes: dict[str, torch.dtype]) -> Stream:

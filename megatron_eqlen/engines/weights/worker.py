@@ -106,7 +106,11 @@ class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile
 
 
 class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
-    """vLLM's own NCCL transfer, fed by ``nccl``."""
+    """vLLM's own NCCL transfer, fed by ``nccl``, which makes a group for each update."""
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self.shutdown()
 
 
 TRANSFERS = {"eqlen_folder": FolderWeightTransfer, "eqlen_nccl": NcclWeightTransfer}
