@@ -41,6 +41,8 @@ def _run(argv: list[str] | None) -> int:
 
     keep_bytecode()
     share_cores()
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # PYTORCH_ALLOC_CONF would win; rows differ in length
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from megatron_eqlen.processes import failures
 
     arguments = _parse(argv)

@@ -39,8 +39,6 @@ def launch(
     quiet()  # again: importing torch's module resets its logger's level
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's order of kernels with TP > 1
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # PYTORCH_ALLOC_CONF would win
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # torch installs handlers for these signals, by default over ours: leave it SIGQUIT alone.
     os.environ |= named() | {SECRET: secrets.token_hex(), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     folder = scratch("ranks")

@@ -103,8 +103,7 @@ class Parked:
             torch.cuda.synchronize()
         for storage in self._storages.values():
             storage.resize_(0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         self.away = True
 
     def _copy(self, key: int) -> Tensor:

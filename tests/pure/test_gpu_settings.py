@@ -102,6 +102,25 @@ for settings in ({{}}, {own}):
         )
 
 
+@pytest.mark.parametrize(("own", "told"), [
+    ({}, "expandable_segments:True"),
+    ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "None"),
+])  # fmt: skip
+def test_a_command_tells_torch_to_grow_segments_before_it_runs(own, told):
+    """A run of one process, too, which starts no other."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    code = """
+import os
+from megatron_eqlen.cli import commands
+from megatron_eqlen.cli.__main__ import main
+commands.status = lambda arguments: print(os.getenv("PYTORCH_ALLOC_CONF"))
+main(["status", "run"])
+"""
+    assert _output([sys.executable, "-c", code], inherited | own) == f"{told}\n"
+
+
 def _output(command: list[str], environ: dict[str, str]) -> str:
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
     return ended.stdout
