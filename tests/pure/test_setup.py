@@ -1,4 +1,4 @@
-"""tools/setup refuses unfit machines and unknown words; tools/quickstart chooses a device."""
+"""tools/setup refuses unfit machines and words; tools/quickstart chooses a device, tools/test its workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "tools").mkdir()
-        for name in ("tools/setup", "tools/quickstart", "pyproject.toml", "uv.lock"):
+        for name in ("tools/setup", "tools/quickstart", "tools/test", "pyproject.toml", "uv.lock"):
             shutil.copy(ROOT / name, folder / name)
         self.environ: dict[str, str] = {}
         self.command("bin/nvidia-smi", "echo 580.95.05")
@@ -180,3 +180,22 @@ def test_transformer_engine_is_compiled_and_downloads_no_wheel_that_the_lock_doe
     locked = [call for call in calls if "--require-hashes" in call]
     assert [call.startswith("TRUE ") for call in locked] == [False, True]
     assert "--no-emit-package" not in (machine.folder / ".venv/packages.txt").read_text()
+
+
+@pytest.mark.parametrize(("tests", "workers", "sees_gpus"), [
+    ("tests/gpu", False, True),
+    ("tests/gpu/test_runs.py", False, True),
+    ("tests/pure/test_plan.py", True, False),
+])  # fmt: skip
+def test_tests_of_a_gpu_run_in_one_process_that_is_not_forked(tests, workers, sees_gpus, machine):
+    for name in ("tools/setup", ".venv/bin/ruff", ".venv/bin/basedpyright"):
+        machine.command(name, "exit 0")
+    machine.command("bin/nproc", "echo 8")
+    machine.command(".venv/bin/python", 'echo "$@"; echo "GPUs: ${CUDA_VISIBLE_DEVICES-all}"')
+    (machine.folder / ".venv/state").write_text("gpu\n")
+    machine.environ = {"CUDA_VISIBLE_DEVICES": "0"}
+    ended = machine.run("tools/test", tests, "-x")
+    arguments, gpus = ended.stdout.splitlines()
+    assert arguments.endswith(f"{tests} -x")
+    assert (" -n 4 " in arguments) == workers
+    assert gpus == f"GPUs: {'0' if sees_gpus else ''}"
