@@ -93,6 +93,13 @@ def test_what_rank_0_gets_grows_with_the_gpus_and_what_it_makes_does_not():
     assert growth["MB recorded"] == pytest.approx(1, rel=0.1)
 
 
+def test_what_rank_0_does_is_measured_with_sampling_masks_too():
+    options = ["--median", "40", "--limit", "64", "--shorter", "4", "--replicas", "1", "--requests"]
+    sizes = run(scale, "--gpus", "8", "--kept", "3", *options)[0]["sizes"]
+    # the masks of trained tokens have been received: ids and log-probs alone have less than 4 bytes a token
+    assert sizes["MB exchanged"] > 6 * sizes["million tokens"] > 0
+
+
 def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():
     """Otherwise a record of them would be smaller than one of a model's tokens."""
     engine = ScriptedEngine(median=300, prompt=1, kept=3)

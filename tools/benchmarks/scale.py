@@ -26,6 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from megatron_eqlen import metrics as m
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import step_name, write_text
@@ -34,7 +36,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job, parse
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.packing.pack import plan_rows
+from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.record.recorder import FILES, INTERVAL, Recorder, record_grades
@@ -42,9 +44,9 @@ from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.replicas import Replicas, rollouts_of_all_ranks
 from megatron_eqlen.run.rollouts import select
 from megatron_eqlen.run.step import Batch, Step
-from megatron_eqlen.tokens import Tokens, join
+from megatron_eqlen.tokens import Placeholder, Ragged, Tokens, join
 from megatron_eqlen.training.exchange import Placement, exchange_tokens
-from megatron_eqlen.types import Metrics, Prompt, Rollout
+from megatron_eqlen.types import Metrics, Node, Prompt, Rollout
 from tools.benchmarks.clock import memory
 from tools.benchmarks.scripted import EOS, ScriptedEngine, ScriptedRanks, write_tokenizer
 from tools.benchmarks.table import show
@@ -156,6 +158,7 @@ class World:
         planned = self.timed("plan", lambda: plan_rows(trees, row, indices, ENGINE_RANKS))
         placements = [Placement(rank // ENGINE_RANKS, True) for rank in range(self.gpus)]
         planned = self.timed("exchange", lambda: exchange_tokens(planned, placements), without=ranks)
+        planned = with_masks(planned, self.args.kept)
         self.timed("fill", lambda: planned.rows(0))
         packed = self.timed("metrics", lambda: planned.metrics)
         self.timed("over ranks", lambda: m.over_ranks(gather([measured | packed])), without=ranks)
@@ -211,6 +214,19 @@ def longer(rollout: Rollout, times: int) -> Rollout:
 def repeated(tokens: Tokens, times: int) -> Tokens:
     columns = {name: join([values] * times) for name, values in tokens.columns.items()}
     return Tokens(columns, times * len(tokens))
+
+
+def with_masks(packing: Packing, kept: int) -> Packing:
+    """Return the packing with masks around the tokens of scripted ranks, which send zeros, counts too."""
+
+    def masked(node: Node) -> Node:
+        masks = node.tokens.columns.get("kept")
+        if not isinstance(masks, Ragged) or isinstance(masks.counts, Placeholder) or masks.counts.any():
+            return node
+        masks = Ragged(np.zeros(kept * len(masks), np.int32), np.full(len(masks), kept, np.uint8))
+        return replace(node, tokens=Tokens({**node.tokens.columns, "kept": masks}, len(node.tokens)))
+
+    return replace(packing, forest=replace(packing.forest, nodes=[masked(n) for n in packing.forest.nodes]))
 
 
 def skeletons_of(
