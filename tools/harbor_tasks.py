@@ -60,17 +60,19 @@ export -p > /root/.before
 """
 END = f"""\
 [ "$PWD" != / ] || {{ mkdir -p /app; cd /app; }}
-export -p | grep -vxFf /root/.before | grep -vE '(EQLEN_SEED|PWD|SHLVL)\\b' > /root/.set
+export -p | grep -vxFf /root/.before | grep -vE '^declare -x (EQLEN_SEED|OLDPWD|PWD|SHLVL)\\b' > /root/.set
+! grep -F "=\\$'" /root/.set || exit
 sed 's/^declare -x/export/' /root/.set > /root/.profile
 printf 'cd "%s"\\n' "$PWD" >> /root/.profile; rm -r /{CONTEXT} /root/.before /root/.set
 """
 VERIFY = """\
-cd /; chmod -R u+rwX /tests /logs; rm -rf /tests /logs
+cd /; chmod -R u+rwX /tests /logs 2> /dev/null; rm -rf /tests /logs
 mkdir -p /logs/verifier && mv /{place} /tests && cd "$OLDPWD" || exit
-{variables}chmod +x /tests/test.sh; timeout {seconds:g} /tests/test.sh
-[ $? != 124 ] || echo 0 > /logs/verifier/reward.txt
-[ -e /logs/verifier/reward.txt ] || sed -n 's/.*"reward": *\\([0-9.]*\\).*/\\1/p' \
-    /logs/verifier/reward.json > /logs/verifier/reward.txt
+{variables}chmod +x /tests/test.sh
+grep -qs '\\[.*pytest' /tests/*.ini /tests/*.toml /tests/*.cfg || echo '[pytest]' > /tests/pytest.ini
+timeout {seconds:f} bash -c /tests/test.sh
+ended=$?; cd /logs/verifier && {{ [ -e reward.txt ] || mv reward.json reward.txt 2> /dev/null ||
+    [ $ended != 124 ] || echo 0 > reward.txt; }}
 """
 OPTIONS: dict[str, Any] = {
     "test": "bash /.verify",
@@ -108,12 +110,38 @@ def settings(task: Path) -> dict[str, Any]:
     for name in ("docker-compose.yaml", ".dockerignore"):
         if (file := task / "environment" / name).exists():
             raise Refused(file, "expected a Dockerfile alone", name)
+    for file in task.rglob("*"):
+        if not (file.is_symlink() or file.is_file() or file.is_dir()):
+            raise Refused(file, "expected files, folders and links alone", "another kind")
     return tables
+
+
+def seconds(task: Path, table: dict[str, Any], key: str) -> float:
+    """Return a limit of task.toml in seconds."""
+    if type(value := table.get(key, 600.0)) not in (int, float) or not 0 < value < 1e9:
+        raise Refused(task / "task.toml", f"{key}: expected seconds", repr(value))
+    return float(value)
+
+
+def instruction(task: Path) -> str:
+    """Return the text that a policy gets."""
+    file = task / "instruction.md"
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Refused(file, "expected UTF-8", error) from None
+    if not text.strip():
+        raise Refused(file, "expected an instruction", "an empty file")
+    return text
 
 
 def exports(task: Path, table: dict[str, Any]) -> str:
     """Return the shell's words that set a table's variables."""
+    if not isinstance(table.get("env", {}), dict):
+        raise Refused(task / "task.toml", "env: expected a table", repr(table["env"]))
     for name, value in table.get("env", {}).items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise Refused(task / "task.toml", "env: expected names of variables", repr(name))
         if "${" in str(value):
             raise Refused(task / "task.toml", "env needs a value of the machine's", f"{name}={value}")
     quoted = {name: str(value).replace("'", "'\\''") for name, value in table.get("env", {}).items()}
@@ -126,9 +154,9 @@ def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
     while lines:
         text, goes_on = "", True
         while goes_on and lines:
-            if not (line := lines.pop(0).strip()).startswith("#"):
+            if (line := lines.pop(0).strip()) and not line.startswith("#"):
                 text, goes_on = text + line.removesuffix("\\") + " ", line.endswith("\\")
-        word, _, rest = text.strip().partition(" ")
+        word, rest = [*text.split(maxsplit=1), "", ""][:2]
         word, rest = word.upper(), rest.strip()
         for end in re.findall(r"<<-?\s*[\"']?([A-Za-z_]\w*)", rest) if word == "RUN" else ():
             if end in lines:
@@ -178,40 +206,43 @@ def workspace(options: dict[str, Any]) -> Workspace:
 def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str, Any]) -> str:
     """Write a task's archives, and try them. Return the rewards."""
     tables = settings(task)
+    instruction(task)
     to.mkdir(parents=True, exist_ok=True)
     file, environment = task / "environment/Dockerfile", tables["environment"]
-    script = BEGIN + "".join(steps(file, given)) + f'cd "{environment.get("workdir") or "."}"\n'
+    script = BEGIN + "".join(steps(file, given)) + f'cd "{environment.get("workdir") or "."}" || exit\n'
     script += exports(task, environment) + END
     # of another name than the template: a workspace reads a name once
     context = archive(to / "context.tar", {CONTEXT: task / "environment"})
-    limit = float(environment.get("build_timeout_sec", 600))
+    limit = seconds(task, environment, "build_timeout_sec")
     made = workspace(options | {"template": str(context), "timeout": limit})
     end = made.execute(["bash", "-c", script])
-    if end.code or end.unkept:
-        said = end.unkept or " ".join(end.output.split()) or end.status
+    if end.status != "ended" or end.code or end.unkept:
+        said = end.unkept or f"{end.status}: " * (end.code is None) + " ".join(end.output.split())
         step = re.search(r"\n(\w+ \S+)[^\n]*: status \d+\n$", end.output)
         raise Refused(file, f"{step[1] if step else 'a step'} fails in the sandbox", said[-300:])
     context.unlink()
     (template := to / "files.tar").write_bytes(made.folder.read())
-    seconds = float(tables["verifier"].get("timeout_sec", 600))
+    longest = seconds(task, tables["verifier"], "timeout_sec")
     # a place that no policy can guess: what it left there would stay beside the tests
     place = f".{hashlib.sha256(pack_folder(task / 'tests')).hexdigest()}"
-    verify = VERIFY.format(place=place, variables=exports(task, tables["verifier"]), seconds=seconds)
+    verify = VERIFY.format(place=place, variables=exports(task, tables["verifier"]), seconds=longest)
     hidden = archive(to / "tests.tar", {place: task / "tests", ".verify": verify})
-    options |= {"template": str(template), "hidden": str(hidden), "timeout": seconds + 60}
+    options |= {"template": str(template), "hidden": str(hidden), "timeout": longest + 60}
     try:
         before = after = graded(workspace(options))
         if solved := (task / "solution/solve.sh").is_file():
             after = solution_grade(task, to, options)
     except ValueError as error:
         raise Refused(task / TESTS, "the tests write no reward", error) from None
+    if solved and after.reward > before.reward:
+        return f"reward {before.reward:g}, solved {after.reward:g}"
     if missing := re.search(
         r"command not found|No module named \S+|(?<=: )not found|Temporary failure", after.detail
     ):
         raise Refused(task / TESTS, f"the tests miss something ({missing[0]})", after.detail)
-    if solved and after.reward <= before.reward:
+    if solved:
         raise Refused(task / "solution/solve.sh", "expected more reward for the solution", after)
-    return f"reward {before.reward:g}" + f", solved {after.reward:g}" * solved
+    return f"reward {before.reward:g}"
 
 
 def solution_grade(task: Path, to: Path, options: dict[str, Any]) -> Grade:
@@ -254,11 +285,12 @@ def main() -> None:
         # A task given alone has its folder's name, and no other's place in OUT.
         name = str(file.parent.relative_to(tasks)) if file.parent != tasks else tasks.name
         try:
+            if not name.isprintable() or "{gold}" in name:
+                raise Refused(file.parent, "expected a name that an answer can be", repr(name))
             rewards = make(file.parent, args.out / name, args.given, dict(options))
             print(f"{name}: runs; {rewards}", flush=True)
             solved += "solved" in rewards
-            question = (file.parent / "instruction.md").read_text(encoding="utf-8")
-            rows.append({"question": question, "answer": name})
+            rows.append({"question": instruction(file.parent), "answer": name})
         except (Refused, SandboxError) as refused:
             shutil.rmtree(args.out / name, ignore_errors=True)
             reasons[getattr(refused, "reason", "the sandbox fails")] += 1

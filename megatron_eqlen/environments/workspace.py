@@ -198,8 +198,9 @@ class Workspace(ToolEnvironment):
             if self.reward and ended:
                 content = folder_files(end.folder).get(self.reward, b"")
                 try:
-                    reward = float(content)
-                except ValueError:
+                    # a number, or JSON that has one, as Harbor's reward.json
+                    reward = float(json.loads(content)["reward"] if b"{" in content else content)
+                except (ValueError, KeyError, TypeError):
                     found = f"{content[:80]!r}; the test printed {last!r}"
                     key = f"{KEY}.reward: {self.reward}"
                     raise ValueError(f"{key}: expected a number, found {found}") from None

@@ -14,6 +14,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from itertools import count
 from types import SimpleNamespace
 
@@ -304,6 +305,45 @@ def test_hidden_files_replace_those_of_the_policy(template, tmp_path, command, e
     graded = made(template, test="python3 test.py && python3 tests/more.py", **options)
     call(graded, "run", command=command)
     assert graded.grade().reward == expected
+
+
+def copy_pytest(place):
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        source = os.path.dirname(import_module(name).__file__)
+        shutil.copytree(source, place / name, ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copy(import_module("py").__file__, place)
+
+
+ENDS = "printf 'import os\nos._exit(0)\n' >"
+CHEATS = {
+    "none": "sed -i s/-/+/ add.py",
+    "package": "mkdir -p tests/part part; echo wrong=0 | tee tests/part/__init__.py part/__init__.py",
+    "configuration": f"printf '[pytest]\naddopts = -p evil\npythonpath = .\n' > pytest.ini; {ENDS} evil.py",
+    "conftest": f"mkdir -p tests; {ENDS} conftest.py; {ENDS} tests/conftest.py",
+    "pytest": f"{ENDS} pytest.py; {ENDS} runpy.py",
+    "start": f"{ENDS} sitecustomize.py; {ENDS} usercustomize.py; echo 'import os; os._exit(0)' > a.pth",
+    "link": f"{ENDS} conftest.py; ln -s . tests; ln -s . hidden",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_tests_in_a_folder_with_a_configuration_of_its_own_run_nothing_that_the_policy_added(cheat, tmp_path):
+    """As docs/agents.md lays them out."""
+    (template := tmp_path / "template").mkdir()
+    (template / "add.py").write_text(SUBTRACTS)
+    (secret := tmp_path / "hidden" / "k7q2").mkdir(parents=True)
+    (secret / "pytest.ini").write_text("[pytest]\n")
+    (secret / "part.py").write_text("wrong = open('../add.py').read().count('-')\n")
+    (secret / "test_add.py").write_text("from part import wrong\ndef test_add():\n    assert not wrong\n")
+    copy_pytest(tmp_path / "site")
+    options = {"readable": [str(tmp_path / "site")], "variables": {"PYTHONPATH": str(tmp_path / "site")}}
+    test = "cd k7q2 && python3 -m pytest -q"
+    graded = made(template, test=test, hidden=str(tmp_path / "hidden"), **options)
+    call(graded, "run", command=CHEATS[cheat])
+    grade = graded.grade()
+    assert (grade.reward, grade.verdict, "1 failed" in grade.detail) == (
+        (1.0, "passed", False) if cheat == "none" else (0.0, "failed", True)
+    )
 
 
 def count_files(files, prompt):
