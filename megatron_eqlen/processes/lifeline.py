@@ -37,12 +37,11 @@ def die_with_launcher() -> None:
     """Kill this process when its launcher ends: a thread watches the launcher that the environment names, or
     torchrun. Child processes find this process in their environment."""
     parent = os.getppid()
-    if os.environ.get(LAUNCHER) == str(os.getpid()):  # called before, or a launcher itself
-        return
-    if LAUNCHER not in os.environ and TORCHRUN not in os.environ:
+    launcher = os.environ.get(LAUNCHER, str(parent if TORCHRUN in os.environ else os.getpid()))
+    if launcher == str(os.getpid()):  # called before, a launcher itself, or without one
         return
     # The launcher ended before this call: the process has another parent now.
-    if os.environ.get(LAUNCHER, str(parent)) != str(parent):
+    if launcher != str(parent):
         sys.exit("the launcher is gone")
     os.environ.update(named())
     threading.Thread(target=_watch, args=(parent,), daemon=True, name="lifeline").start()

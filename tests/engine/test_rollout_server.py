@@ -44,9 +44,9 @@ from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.types import Delta, Metrics, Part, Prompt, Rollout
-from tests.kit.jobs import Job
+from tests.kit.jobs import Job, start
 from tests.kit.observers import OnPart
-from tests.kit.processes import descendants
+from tests.kit.processes import descendants, within
 from tests.kit.rollout_kit import folder, server_recipe
 from tests.kit.servers import free_ports
 from tests.kit.tiny_models import SHORT, save_tiny
@@ -692,6 +692,32 @@ def test_a_closed_engine_ends_the_harvest_of_another_thread(open_fakes):
         engine.step()
     with pytest.raises(EngineError, match="was closed"):  # it would start a reader that nobody ends
         engine.submit(Request("b/0", [70], 20, 0))
+
+
+STARTS = """
+import contextlib, sys, time
+from vllm.entrypoints.launchers.api_server import entry
+from megatron_eqlen.engines.server.serve import main
+
+@contextlib.asynccontextmanager
+async def start(*arguments, **options):
+    print("starting", flush=True)
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):  # as where a finalizer runs
+            time.sleep(60)
+    yield
+
+entry.build_async_engine_client = start
+sys.argv[1:] = ["--port", "0"]
+main()
+"""
+
+
+def test_a_server_that_starts_ends_at_sigterm_where_an_error_would_be_lost():
+    server = start("-c", STARTS)
+    assert within(60, lambda: "starting" in server.stdout), server.stderr
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.wait() == -signal.SIGTERM
 
 
 def test_nccl_without_a_gpu_is_refused(fake):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
 
 from megatron_eqlen.processes.lifeline import die_with_launcher, named
 from megatron_eqlen.processes.quiet import quiet
@@ -22,15 +22,17 @@ def main() -> None:
     os.environ |= named() | {"GLOO_SOCKET_IFNAME": "lo", "EQLEN_SECRET": secrets.token_hex()}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     import uvicorn
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    from vllm.entrypoints.launchers.api_server import entry
 
     from megatron_eqlen.engines.server.requests import SETTINGS, check_requests, stream
 
     check_requests()
     stream()
-    served: Any = uvicorn  # which otherwise waits for the last client, as long as that is silent
-    served.Config = partial(uvicorn.Config, timeout_graceful_shutdown=PATIENCE, **SETTINGS)
-    serve()
+    # until uvicorn listens to SIGTERM it kills: the error that vLLM raises may be lost, and the start hang
+    entry.__dict__["signal"] = SimpleNamespace(SIGTERM=None, signal=lambda number, handler: None)
+    # which otherwise waits for the last client, as long as that is silent
+    uvicorn.__dict__["Config"] = partial(uvicorn.Config, timeout_graceful_shutdown=PATIENCE, **SETTINGS)
+    entry.main()
 
 
 # Python's multiprocessing imports the main module of a server, as __mp_main__, into every process that it
