@@ -36,6 +36,7 @@ UNREADABLE = (
 )  # fmt: skip
 """Errors that unpickling raises for damaged bytes (docs.python.org/3/library/pickle.html)."""
 
+ANOTHER = "another model's checkpoint, or an earlier version's? Then begin with its export"
 METADATA = ".metadata"
 ALLOWED = {
     "torch": r"Size|bool|u?int\d+|float\d+|bfloat16|float8_\w+|complex\d+",
@@ -180,8 +181,7 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
         apply_factories(copied)
         parts += [item for item in dict_utils.nested_values(copied) if isinstance(item, ShardedTensor)]
     shapes = {part.key: tuple(part.global_shape) for part in parts}
-    faults = [fault for key, shape in shapes.items() if (fault := _fault(metadata, key, shape))]
-    if faults := gather(faults):
+    if faults := gather([fault for key, shape in shapes.items() if (fault := _fault(metadata, key, shape))]):
         raise CheckpointError(f"{path}: {faults[0]}")
     if unknown := _weights(metadata).keys() - {*gather([*shapes])}:
         raise CheckpointError(f"{path}: the model lacks {first_few(unknown)}: another model's checkpoint?")
@@ -208,14 +208,17 @@ def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None =
 
 def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return ``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective.
-    Raises CheckpointError for an index or an object that cannot be read or might run code. Modules' extra
-    states are None: they are Transformer Engine's fp8 state, which is not used here."""
+    Raises CheckpointError for an index or an object that cannot be read or might run code, and for missing
+    tensors. Modules' extra states are None: they are Transformer Engine's fp8 state, not used here."""
     together(lambda: check_objects(path))
     extra, kept = dict_utils.extract_matching_values(
         state, lambda item: isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
     )
     assert isinstance(kept, dict)  # as ``state`` is
     dict_utils.dict_list_map_inplace(lambda _: None, extra)
+    wanted = {item.key for item in dict_utils.nested_values(kept) if isinstance(item, ShardedTensor)}
+    if missing := gather([*(wanted - read_metadata(path).state_dict_metadata.keys())]):
+        raise CheckpointError(f"{path}: lacks {first_few({*missing})}: {ANOTHER}")
     loaded = dist_checkpointing.load(kept, str(path))
     assert isinstance(loaded, dict)  # a tuple only if mismatched keys are requested
     dict_utils.merge(loaded, extra)
@@ -233,7 +236,7 @@ def sharding_options() -> dict[str, Any]:
 def _fault(metadata: Metadata, key: str, shape: tuple[int, ...]) -> str | None:
     stored = metadata.state_dict_metadata.get(key)
     if not isinstance(stored, TensorStorageMetadata):
-        return f"{key} is missing: another model's checkpoint?"
+        return f"lacks {key}: {ANOTHER}"
     if tuple(stored.size) != shape:
         return f"{key}: expected shape {shape}, found {tuple(stored.size)}"
     if (dtype := stored.properties.dtype) not in WEIGHT_DTYPES:

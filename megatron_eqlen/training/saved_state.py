@@ -123,9 +123,8 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     """Restore ``policy`` from the newest complete checkpoint, and return its position, None if there is none.
     Damaged ones are named in a warning and renamed to ``step-00000012-damaged``. Collective. Raises
-    CheckpointError if all are damaged, or if the newest is bound to another layout."""
-    newest = _newest_whole(folder)
-    if newest is None:
+    CheckpointError if all are damaged, or if the newest is bound to another layout or has other weights."""
+    if (newest := _newest_whole(folder)) is None:
         return None
     saved = together(lambda: content_metadata(newest))
     # refused before any weight is overwritten

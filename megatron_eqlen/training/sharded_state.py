@@ -29,10 +29,9 @@ def of(policy: Policy) -> dict[str, Any]:
     """Return the state to save; ``policy.memory`` must be readable. Parked weights are replaced by the host's
     copies at the end, since Megatron finds the optimizer's shards by the parameters themselves."""
     state = like(policy, loading=False)
-    for number in range(len(policy.chunks)):
-        for entry in nested_values(state[_chunk_key(policy, number)]):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
-                entry.data = policy.memory.weights.host(entry.data)
+    for entry in nested_values([state[_chunk_key(policy, number)] for number in range(len(policy.chunks))]):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+            entry.data = policy.memory.weights.host(entry.data)
     return state
 
 
@@ -67,8 +66,7 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
         raise CheckpointError(f"{path}: expected {expected}, as in the recipe, found {found}")
     check_base(path, saved, policy.base, policy.job.folder)
     ours, theirs = _bucket_layout(policy), saved["bound_to"]
-    different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
-    if different:
+    if different := [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]:
         raise CheckpointError(
             f"{path}: was saved with {', '.join(different)}, which binds it to that layout: resume with "
             "these values on any number of GPUs, or begin a run with model.path: the export of this one"

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,27 @@ def saved_with_payload(source: str, checkpoint: str, made: Path) -> list[str]:
         refusal(lambda: load_sharded(state_of(chunks), Path(checkpoint))),
         refusal(lambda: content_metadata(Path(checkpoint))),
     ]
+
+
+def saved_without(source: str, checkpoint: str) -> tuple[str, str]:
+    """Save a model without a weight, as other software or another version names it; return the error."""
+    from megatron.core import dist_checkpointing
+
+    chunks = build_chunks(source, {})
+    state = state_of(chunks)
+    name = next(iter(state["model"]))
+    state["model"]["of_another_name"] = replace(state["model"].pop(name), key="of_another_name")
+    Path(checkpoint).mkdir()
+    dist_checkpointing.save(state, checkpoint)
+    return name, refusal(lambda: load_sharded(state_of(chunks), Path(checkpoint)))
+
+
+def test_a_checkpoint_without_the_models_tensors_is_refused_by_name(tmp_path, converted):
+    checkpoint = tmp_path / "earlier"
+    name, error = run_ranks(1, saved_without, str(converted[0]), str(checkpoint))[0]
+    assert error.startswith(
+        f"{checkpoint}: lacks {name}: another model's checkpoint, or an earlier version's?"
+    )
 
 
 def test_an_object_that_would_run_code_is_refused_before_it_does(tmp_path, converted):
