@@ -200,7 +200,7 @@ class Workspace(ToolEnvironment):
                 try:
                     # a number, or JSON that has one, as Harbor's reward.json
                     reward = float(json.loads(content)["reward"] if b"{" in content else content)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     found = f"{content[:80]!r}; the test printed {last!r}"
                     key = f"{KEY}.reward: {self.reward}"
                     raise ValueError(f"{key}: expected a number, found {found}") from None

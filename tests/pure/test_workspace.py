@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,9 +104,19 @@ def test_a_test_leaves_its_reward_in_a_file_of_the_root(tmp_path):
     assert call(here, "run", command='pwd; echo "$WORD $HOME" > a') == "/app"
     assert call(here, "read", path="a") == "said /root"
     assert (here.grade().reward, here.grade().verdict) == (0.5, "passed")
-    call(here, "write", path="/half", text="no")
-    with pytest.raises(ValueError, match=r"options.reward: reward: expected a number, found b'no'"):
-        here.grade()
+    call(here, "write", path="/half", text='{"reward": 0.25, "seconds": 3}')
+    assert here.grade().reward == 0.25
+    for text in (
+        "no",
+        '{"reward": 1',
+        "{}",
+        '{"reward": [1]}',
+        f'{{"reward": {10**309}}}',
+        "[" * 99_999 + "{",
+    ):
+        call(here, "write", path="/half", text=text)
+        with pytest.raises(ValueError, match=rf"reward: expected a number, found b'{re.escape(text[:9])}"):
+            here.grade()
     for cheat in (
         "echo 'echo 1 > /reward; exit 0' > /root/.profile",
         "rm -r /root; mkdir x; ln -s x root; cd x; echo 'PATH=/x; exit' > .profile",
