@@ -203,10 +203,9 @@ def workspace(options: dict[str, Any]) -> Workspace:
     return Workspace(Prompt("", [], "", "", ""), 0, **options)
 
 
-def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str, Any]) -> str:
-    """Write a task's archives, and try them. Return the rewards."""
-    tables = settings(task)
-    instruction(task)
+def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str, Any]) -> tuple[str, str]:
+    """Write a task's archives, and try them. Return its instruction and the rewards."""
+    tables, question = settings(task), instruction(task)
     to.mkdir(parents=True, exist_ok=True)
     file, environment = task / "environment/Dockerfile", tables["environment"]
     script = BEGIN + "".join(steps(file, given)) + f'cd "{environment.get("workdir") or "."}" || exit\n'
@@ -235,14 +234,14 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
     except ValueError as error:
         raise Refused(task / TESTS, "the tests write no reward", error) from None
     if solved and after.reward > before.reward:
-        return f"reward {before.reward:g}, solved {after.reward:g}"
+        return question, f"reward {before.reward:g}, solved {after.reward:g}"
     if missing := re.search(
         r"command not found|No module named \S+|(?<=: )not found|Temporary failure", after.detail
     ):
         raise Refused(task / TESTS, f"the tests miss something ({missing[0]})", after.detail)
     if solved:
         raise Refused(task / "solution/solve.sh", "expected more reward for the solution", after)
-    return f"reward {before.reward:g}"
+    return question, f"reward {before.reward:g}"
 
 
 def solution_grade(task: Path, to: Path, options: dict[str, Any]) -> Grade:
@@ -287,10 +286,10 @@ def main() -> None:
         try:
             if not name.isprintable() or "{gold}" in name:
                 raise Refused(file.parent, "expected a name that an answer can be", repr(name))
-            rewards = make(file.parent, args.out / name, args.given, dict(options))
+            question, rewards = make(file.parent, args.out / name, args.given, dict(options))
             print(f"{name}: runs; {rewards}", flush=True)
             solved += "solved" in rewards
-            rows.append({"question": instruction(file.parent), "answer": name})
+            rows.append({"question": question, "answer": name})
         except (Refused, SandboxError) as refused:
             shutil.rmtree(args.out / name, ignore_errors=True)
             reasons[getattr(refused, "reason", "the sandbox fails")] += 1
