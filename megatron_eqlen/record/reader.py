@@ -181,11 +181,14 @@ def recorded_files(folder: Path) -> list[Path]:
     return step_files(folder) + _in_order(folder.glob(OPEN_FILES))
 
 
-def remove_open_tracks(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
-    """Remove those of ``files`` whose unfinished rollouts are all of ``prompt_ids``, and complete by now."""
-    for path in files:
-        if path.name.startswith(OPEN) and values(path, SEGMENTS, "prompt_id").issubset(prompt_ids):
-            path.unlink(missing_ok=True)
+def remove_open_tracks(files: Sequence[Path], prompt_ids: Collection[str]) -> list[Path]:
+    """Remove those of ``files`` whose unfinished rollouts are all of ``prompt_ids``, and complete by now;
+    return the others."""
+    unfinished = [path for path in files if path.name.startswith(OPEN)]
+    done = [path for path in unfinished if values(path, SEGMENTS, "prompt_id").issubset(prompt_ids)]
+    for path in done:
+        path.unlink(missing_ok=True)
+    return [path for path in files if path not in done]
 
 
 def set_aside_stale(

@@ -19,7 +19,6 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.metrics import at_once
-from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.record import reader
@@ -142,9 +141,10 @@ class Generator(InTurn):
             rollouts, metrics = harvest(self.engine, plan, observers)
         position = self.source.state_dict() if self.source is not None else None
         combined = at_once(gather([metrics] if replicas.leads else []))
-        # every rank has read the files that are removed now
-        if distributed.is_rank0() and not self.recipe.rollout.carry_over:
-            reader.remove_open_tracks(self._recorded_files, {prompt.prompt_id for prompt in prompts})
+        # every rank has read the files that are removed now, which the step's next batch must not look for
+        if not self.recipe.rollout.carry_over:
+            ids, files = {prompt.prompt_id for prompt in prompts}, self._recorded_files
+            self._recorded_files = agree(lambda: reader.remove_open_tracks(files, ids))
         measured = combined | seconds | position_metrics(position)
         return Batch(replicas.part(rollouts), measured, position, prompts)
 

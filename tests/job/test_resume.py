@@ -140,6 +140,21 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     assert column(whole, "loss/teacher_kl")[1] > 0
 
 
+def test_killed_in_a_batch_of_prompts_it_resumes_and_draws_further_batches(home):
+    """Of the first 8 questions of this seed only one can teach, so dynamic sampling draws more than 2 x 4."""
+    grader = "data.sources.0.grader=tests.kit.rubrics:even_length_if_odd_gold"
+    keys = (*LONG, "steps=1", "objective=dapo", "seed=4", grader)
+    whole, folder = train(home, "batches", *keys), home / "batches-killed"
+    assert (whole / "streams/step-00000000/rank-0-3.arrow").exists()
+    journal = folder / "streams/step-00000000/open-rank-0-2.arrow"
+    job = start("-c", HOLDS_IN_MID_HARVEST, *command(home, "batches-killed", *keys)[2:])
+    assert within(300, lambda: tokens_in(journal) > 20 or job.poll() is not None), job.stderr
+    job.kill()
+    train(home, "batches-killed", *keys)
+    assert same_weights(folder, whole)
+    assert not journal.exists()
+
+
 HOLDS_AFTER_A_STEP = """
 import sys, time
 from megatron_eqlen.cli.__main__ import main
