@@ -384,16 +384,17 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
     ):
         # Paths that the upper tar or ``without`` takes.
         new = {member.name for member in over if not member.isdir()} | without
-        folders = {member.name for member in over if member.isdir()} | set().union(*map(_parents, new))
+        folders = {member.name for member in over if member.isdir()}
+        folders.update(str(parent) for name in new for parent in PurePosixPath(name).parents)
         # All others stay, but no file or link where the upper tar has a folder: a link would lead elsewhere.
-        old = [
-            member
-            for member in under
-            if not new & {member.name, *_parents(member.name)}
+        gone, old = {*new}, list[tarfile.TarInfo]()
+        for member in under:  # a folder comes before what is in it
+            place, name = os.path.split(member.name)
             # bytecode may say other things than the source beside it, which it stands for
-            and "__pycache__" not in PurePosixPath(member.name).parts
-            and (member.isdir() or member.name not in folders)
-        ]
+            if member.name in gone or place in gone or name == "__pycache__":
+                gone.add(member.name)
+            elif member.isdir() or member.name not in folders:
+                old.append(member)
         for archive, member in [*((under, member) for member in old), *((over, member) for member in over)]:
             content = archive.extractfile(member) if member.isreg() or member.islnk() else None
             data = content.read() if content else b""
@@ -406,7 +407,3 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
                 member.mode = 0o755
             both.addfile(member, io.BytesIO(data))
     return written.getvalue()
-
-
-def _parents(name: str) -> set[str]:
-    return {str(parent) for parent in PurePosixPath(name).parents}

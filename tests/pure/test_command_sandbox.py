@@ -308,6 +308,7 @@ UNKEPT = {
     "many small": ("python3 -c 'for n in range(450): open(str(n), \"w\").truncate(37000)'", LONG),
     "deep": ('python3 -c \'import os\nfor n in range(40): os.mkdir("d" * 200); os.chdir("d" * 200)\'',
              "File name too long"),
+    "hard links": ("head -c 3M /dev/zero > f; for n in 1 2 3 4 5; do ln f $n; done", LONG),
 }  # fmt: skip
 
 

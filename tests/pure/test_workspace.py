@@ -17,17 +17,19 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_eqlen.environments import workspace
 from megatron_eqlen.environments.conversation import Turn
 from megatron_eqlen.environments.environment import Observation
 from megatron_eqlen.environments.workspace import PackedFolder, Workspace, packed_template, require_templates
 from megatron_eqlen.files import scratch
-from megatron_eqlen.graders.sandbox.client import SandboxError, folder_files, pack_folder
+from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, SandboxError, folder_files, pack_folder
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.record.partial import HarvestProgress
@@ -355,6 +357,34 @@ def test_tests_in_a_folder_with_a_configuration_of_its_own_run_nothing_that_the_
     assert (grade.reward, grade.verdict, "1 failed" in grade.detail) == (
         (1.0, "passed", False) if cheat == "none" else (0.0, "failed", True)
     )
+
+
+@pytest.mark.parametrize(("written", "expected"), [("cat want", 0.0), ("cat */want", 0.0), ("echo 7", 1.0)])
+def test_the_example_of_a_program_that_is_run_does_not_show_it_what_it_should_print(
+    written, expected, template, tmp_path
+):
+    (hidden := tmp_path / "hidden").mkdir()
+    (hidden / "want").write_text("7\n")
+    options = yaml.safe_load(Path("recipes/workspace_cpu.yaml").read_text())["environment"]["options"]
+    graded = made(template, test=options["test"], hidden=str(hidden))
+    call(graded, "write", path="sum", text=written)
+    assert graded.grade().reward == expected
+
+
+def test_to_lay_tests_over_a_folder_costs_as_much_however_deep_its_files_are(tmp_path):
+    def calls(depth):
+        (place := tmp_path / str(depth) / "/".join("d" * depth)).mkdir(parents=True)
+        for number in range(200):
+            (place / str(number)).touch()
+        folder, counted = pack_folder(tmp_path / str(depth)), count()
+        sys.setprofile(lambda *_: next(counted))
+        try:
+            workspace.laid_over(folder, EMPTY_FOLDER)
+        finally:
+            sys.setprofile(None)
+        return next(counted)
+
+    assert calls(40) < 1.5 * calls(1)  # 240 entries, and 201
 
 
 def count_files(files, prompt):

@@ -435,7 +435,9 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
                 # a link's own time is not unpacked; microseconds tell ``make`` what a command wrote later
                 changed = 0 if info.issym() else min(max(round(info.mtime, 6), 0), LATEST)
                 info.mtime = changed if opens and changed % 1 else int(changed)
-                size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
+                # as much as it takes unpacked, and read: each hard link is a file to who lays folders over
+                length = os.stat(path).st_size if info.islnk() else info.size
+                size += -(-length // PAGE) * PAGE + PAGE * info.issym()
                 if size > most:
                     raise FolderError(f"its files are longer than {most >> 20} MiB")
                 with open(path, "rb") if info.isreg() else contextlib.nullcontext() as content:
