@@ -73,14 +73,14 @@ def missing_attributes() -> list[str]:
     for file in FILES:
         names = imported(file)
         for node in ast.walk(sources.tree(file)):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in names
-            ):
-                found = names[node.value.id].found
-                if found and isinstance(found.node, ast.Module) and not definition(found.module, node.attr):
-                    missing.append(f"{_place(file)}:{node.lineno}: {found.module}.{node.attr} is not there")
+            match node:
+                # the second as an assignment that a type checker does not refuse
+                case ast.Attribute(ast.Name(owner), name) | ast.Subscript(
+                    ast.Attribute(ast.Name(owner), "__dict__"), ast.Constant(name)
+                ) if owner in names and name != "__dict__":
+                    found = names[owner].found
+                    if found and isinstance(found.node, ast.Module) and not definition(found.module, name):
+                        missing.append(f"{_place(file)}:{node.lineno}: {found.module}.{name} is not there")
     return missing
 
 
