@@ -1,6 +1,7 @@
 """``slurm/serve.sbatch`` on a real SLURM, with servers that only report that they are up."""
 
 import re
+import shutil
 from pathlib import Path
 
 import yaml
@@ -14,7 +15,8 @@ SERVER = Path(__file__).with_name("server.py")
 def test_replicas_on_two_nodes_are_listed_started_again_and_ended_together(bed, tmp_path):
     options = ("--nodes=2", "--ntasks-per-node=2", "--overcommit")
     environ = {"EQLEN_PYTHON": str(SERVER), "RESTART_PAUSE": "1", "VLLM_API_KEY": ""}
-    job = bed.submit(*options, SCRIPT, tmp_path, folder=tmp_path, **environ)
+    script = shutil.copytree(SCRIPT.parent, tmp_path / "a checkout/slurm") / SCRIPT.name
+    job = bed.submit(*options, script, tmp_path, folder=tmp_path, **environ)
     urls = tmp_path / f"servers-{job}.yaml"
     bed.wait(urls.exists, "the list of servers")
     listed = [re.fullmatch(r"http://(n\d):(\d+)", url).groups() for url in yaml.safe_load(urls.read_text())]

@@ -2,6 +2,7 @@
 counts its steps (``trainer.py``)."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,13 @@ def test_restarts_are_counted(job, cluster):
 
 HELD = {"0": {"holds_at": 1}}
 """The first try waits after its first step, until ``go_on``: what happens to it happens in mid-run."""
+
+
+def test_checkout_and_run_lie_in_folders_with_spaces(bed, tmp_path):
+    run, scripts = tmp_path / "a run", shutil.copytree(ROOT / "slurm", tmp_path / "a checkout/slurm")
+    arguments = ("--nodes=1", scripts / "train.sbatch", run)
+    job = Job(bed, run, lambda: bed.submit(*arguments, folder=tmp_path, **ENVIRONMENT))
+    job.finished_with(restarts=0)
 
 
 def test_scancel_ends_it_for_good(submit, bed):
