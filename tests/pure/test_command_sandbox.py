@@ -321,6 +321,16 @@ def test_a_folder_that_cannot_be_kept_is_the_one_before(sandbox, name):
     assert end.folder == before
 
 
+def test_a_folder_that_takes_too_long_to_pack_is_refused_before_the_sandbox_counts_as_broken(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(inside, "PACK_SECONDS", 0)
+    with pytest.raises(inside.FolderError, match="to pack it takes longer than 0 s"):
+        inside.pack(str(tmp_path), io.BytesIO(), 1 << 20, opens=True)
+    assert pack_folder(tmp_path)  # a template may take its time
+
+
 def test_equal_commands_leave_equal_folders(sandbox):
     script = "mkdir z a; for n in 3 1 2; do echo $n > a/$n; done; ln -s a/1 z/l; touch -h -d @1000 * */*"
     assert run(sandbox, script).folder == run(sandbox, script).folder
