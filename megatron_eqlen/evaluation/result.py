@@ -74,8 +74,11 @@ class EvaluationResult:
             return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
 
     def is_like(self, other: EvaluationResult) -> bool:
-        """Return True if both answered the same questions with the same sampling: only weights may differ."""
-        return all(self.manifest.get(key) == other.manifest.get(key) for key in ("question_ids", "rollout"))
+        """Return True if both answered and graded the same questions alike: only weights may differ."""
+        ours, theirs = ({*each.manifest.get("graders", ())} for each in (self, other))
+        # a grader that got no response, since all were truncated, is not named
+        same = all(self.manifest.get(key) == other.manifest.get(key) for key in ("question_ids", "rollout"))
+        return same and (ours <= theirs or theirs <= ours)
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
         """Return True if this was measured as ``manifest`` says, without keys of other versions."""
@@ -193,7 +196,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
             interval = TypeAdapter(Interval).validate_python(record["summary"]["intervals"][0])
             vars(result)["accuracy"] = interval
             # What readers ask of a result fails here, where its file is named.
-            _ = result.metrics(), _settings(result.manifest)
+            _ = result.metrics(), _settings(result.manifest), result.is_like(result)
             results.append(result)
     return results
 

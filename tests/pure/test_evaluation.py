@@ -324,16 +324,20 @@ def test_the_evaluation_after_a_run_comes_behind_that_of_its_last_step(tmp_path)
     assert [path.stem for _, path in evaluation_files(tmp_path, 3)] == labels
 
 
-def test_a_change_is_said_where_both_were_sampled_alike(recipe, tmp_path):
+def test_a_change_is_said_where_both_were_sampled_and_graded_alike(recipe, tmp_path):
     raw = recipe.model_dump() | {"seed": 5}
     raw["evaluation"] |= {"temperature": 1.0}
     before = run(recipe, AnsweringEngine(ANSWERS))
     write_results(tmp_path / "before.json", [before])
-    for name, after, is_shown in (
-        ("after", run(recipe, AnsweringEngine(ANSWERS, policy_version=1)), True),
-        ("after", run(recipe.model_validate(raw), AnsweringEngine(ANSWERS, policy_version=1)), False),
+    later = run(recipe, AnsweringEngine(ANSWERS, policy_version=1))
+    assert before.manifest["graders"]
+    for after, is_shown in (
+        (later, True),
+        (run(recipe.model_validate(raw), AnsweringEngine(ANSWERS, policy_version=1)), False),
+        (replace(later, manifest=later.manifest | {"graders": ["math-of-another-version"]}), False),
+        (replace(later, manifest=later.manifest | {"graders": []}), True),  # all responses were truncated
     ):
-        write_results(tmp_path / f"{name}.json", [after])
+        write_results(tmp_path / "after.json", [after])
         _, last = read_evaluations(evaluation_files(tmp_path, 3))
         assert (last.gain is not None) == after.is_like(before) == is_shown
 
