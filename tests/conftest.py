@@ -35,6 +35,7 @@ TOGETHER = {
         "job/test_check",
         "job/test_killed_in_a_sync",
         "job/test_listeners",
+        "job/test_random_recipes",
         "job/test_resume",
         "job/test_sweep",
         "job/test_train",
