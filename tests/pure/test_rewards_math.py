@@ -127,7 +127,7 @@ def test_a_difference_at_a_point_never_overrules_the_library():
 
 def test_a_grade_says_what_it_saw(grader):
     (grade,) = grader.grade(["so \\boxed{1 +\n 1}"], ["3"])
-    assert (grade.answer, grade.grader) == ("1 + 1", "either-8+math_verify-0.9.0")
+    assert (grade.answer, grade.grader) == ("1 + 1", "either-9+math_verify-0.9.0")
     assert grade.seconds > 0
 
 

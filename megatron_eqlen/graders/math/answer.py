@@ -37,7 +37,7 @@ _MATRIX = r"\\begin\{pmatrix\}(?:(?!\\end).)*+\\end\{pmatrix\}"
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|det|gcd|lcm|max|min"
 _SIGNS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/",
-    "⁄": "/", "∕": "/", "√": r"\sqrt ", "∞": r"\infty ", "≈": r"\approx ", "±": r"\pm ", "≠": r"\ne ",
+    "⁄": "/", "∕": "/", "√": " sqrt ", "∞": r"\infty ", "≈": r"\approx ", "±": r"\pm ", "≠": r"\ne ",
     "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
     "∅": r"\emptyset ", "∖": r"\setminus ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}",
     "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'",
@@ -48,7 +48,6 @@ _CHARACTERS = _compile(
     # ``x²`` is ``x^{2}``.
     (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+", lambda run: f"^{{{unicodedata.normalize('NFKC', run[0])}}}"),
     (r"[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+", lambda run: f"_{{{unicodedata.normalize('NFKC', run[0])}}}"),
-    (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
     # Digits with a line above, as combining characters: ``0.3̅``.
     (r"(?:\d[\u0304\u0305])+", lambda run: rf"\overline{{{re.sub(r'[^0-9]', '', run.group())}}}"),
     (r"[^\x00-\x7f]", lambda sign: _ascii(sign.group())),
@@ -138,7 +137,8 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\log_\s*\{?\s*e\s*\}?", r"\\ln "),
     (rf"\\lg{_END}", r"\\log_{10}"),
     (r"\\(sin|cos|tan)\s*\^\s*\{\s*-1\s*\}", r"\\arc\1 "),
-    # ``sin x``, ``pi``: commands without their backslash.
+    # ``sqrt10``, ``sin x``, ``pi``: commands without their backslash.
+    (r"(?<![\\A-Za-z])sqrt\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
     (rf"(?<![\\A-Za-z])({_FUNCTIONS}|pi|sqrt|infty){_END}", r"\\\1"),
     (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
     (rf"(?i)(?<![\\A-Za-z])(?:\\text\s*\{{\s*inf(?:inity)?\s*\}}|(?:inf(?:inity)?|oo){_END})", r"\\infty "),

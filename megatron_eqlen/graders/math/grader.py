@@ -23,7 +23,7 @@ from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
 
-RULES_VERSION = 8
+RULES_VERSION = 9
 """Raised whenever our own rules change a verdict: extraction, normal form, units, structure."""
 LONGEST_TAIL = 32_768
 """Characters at the end of a response in which the answer is looked for."""

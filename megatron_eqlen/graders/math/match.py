@@ -7,7 +7,7 @@ from math import gcd
 
 from megatron_eqlen.graders.math.answer import is_numeric, normalize
 
-_INTEGER = re.compile(r"-?\d+")
+_ATOM = re.compile(r"-?\d+|[A-Z]{2,}")
 _UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
 # ``5m``
 _LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWVK]")
@@ -46,8 +46,8 @@ def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[st
         return pair
     if pair[0] == pair[1]:
         return "correct"
-    # Different integers need no parser.
-    return "wrong" if _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1]) else pair
+    # Integers need no parser, and ``IV``, ``CAT``, ``TH`` are no products.
+    return "wrong" if _ATOM.fullmatch(pair[0]) and _ATOM.fullmatch(pair[1]) else pair
 
 
 def match_units(gold: str, answer: str) -> tuple[str, str] | None:
@@ -86,7 +86,7 @@ def _as_asked(gold: str, answer: str) -> tuple[str, str] | None:
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and _CHOICES.fullmatch(gold):
-        return gold.replace(",", ""), answer.replace(",", "")
+        return "".join(sorted(gold.replace(",", ""))), "".join(sorted(answer.replace(",", "")))
     # A gold ``(B)12`` is met by ``B`` and by ``12``.
     if (chosen := _CHOSEN.fullmatch(gold)) and not _CHOSEN.match(answer):
         gold = chosen[1 if len(answer) == 1 and answer.isupper() else 2]
