@@ -20,12 +20,11 @@ LARGEST = {int: 10**12, float: 1e30}
 """Largest numbers of a type: beyond them arrays and a GPU's floats overflow in the middle of a run."""
 LARGEST_OF = {
     "group_size": 2**20, "data.prompts_per_step": 2**20, "evaluation.samples": 2**20,
+    "lora.rank": 2**20, "rollout.kv_cache_gib": 2**20, "rollout.vllm.max_num_batched_tokens": 2**20,
     "reward.timeout": 10**5, "reward.code_timeout": 10**5, "environment.timeout": 10**5,
     "reward.step_timeout": 10**9, "rollout.request_timeout": 10**9,
 }  # fmt: skip
-"""Largest numbers of lines that memory holds, and of seconds that the kernel waits for an answer."""
-OPTIONS = "environment.options", "model.megatron", "rollout.vllm"
-"""Keys of which others know the bounds."""
+"""Largest numbers of what memory holds, and of seconds that the kernel waits for an answer."""
 
 
 def check(recipe: Recipe) -> None:
@@ -79,7 +78,7 @@ def _unread_problems(recipe: Recipe) -> Iterator[str]:
 
 def _number_problems(recipe: Recipe) -> Iterator[str]:
     """Yield numbers that would end a run in its middle, or keep it from ever ending a step."""
-    numbers = [leaves(value, key) for key, value, _, _ in _set_keys(recipe) if key not in OPTIONS]
+    numbers = [leaves(value, key) for key, value, _, _ in _set_keys(recipe) if key != "environment.options"]
     for key, value in (item for each in numbers for item in each.items()):
         most = LARGEST_OF.get(key, LARGEST.get(type(value)))
         if most is not None and abs(value) > most:
