@@ -245,7 +245,9 @@ def _add_batches(done: Translation) -> None:
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
     # verl's mini-batch is in prompts, slime's batch of an update in responses.
-    if size := number("mini_batch") / (1 if done.trainer == "verl" else group):
+    # A batch of 0 or less leaves 0, which the recipe refuses.
+    keys |= {"loss.minibatches": 0} if "mini_batch" in keys else {}
+    if (size := number("mini_batch") / (1 if done.trainer == "verl" else group)) > 0:
         keys["loss.minibatches"] = whole("loss.minibatches", "mini_batch", max(1.0, prompts / size))
     counted = {"checkpoint.every": "save_every", "evaluation.every": "eval_every", "steps": "max_steps"}
     for key, part in counted.items():
@@ -259,7 +261,7 @@ def _add_batches(done: Translation) -> None:
     if "steps" not in keys and files and all(map(os.path.isfile, files)):
         rows = dataset(files, format="parquet" if files[0].endswith("parquet") else "json").count_rows()
         keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
-    elif "steps" not in keys:
+    elif "steps" not in keys and (number("epochs") or "steps" not in done.holes):
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
     in_step = (number("loss.minibatches") or 1) * (number("loss.epochs") or 1)
     warmup = max(number("warmup_steps"), 0.0)

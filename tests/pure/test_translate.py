@@ -193,6 +193,12 @@ ENDS = [
     ("verl", "actor_rollout_ref.rollout.max_model_len=null", NOTHING, None),
     ("slime", "--sglang-context-length=96", CHANGED, None),
     ("slime", "--load=/earlier", CHANGED, None),
+    ("slime", "--ref-load=/converted", CHANGED, None),
+    ("verl", f"{ACTOR}.load_weight=True", SAME, {"model.path": "M"}),
+    ("verl", f"{ACTOR}.load_weight=False", HOLE, "model.path"),
+    ("verl", f"{ACTOR}.ppo_mini_batch_size=0", HOLE, "loss.minibatches"),
+    ("verl", f"{ACTOR}.ppo_mini_batch_size=-1", HOLE, "loss.minibatches"),
+    ("slime", "--global-batch-size=0", HOLE, "loss.minibatches"),
     ("verl", "actor_rollout_ref.rollout.over_sample_rate=0.1", HOLE,
      "actor_rollout_ref.rollout.over_sample_rate"),
     ("verl", "skip.rollout.enable=True", HOLE, "skip.rollout.enable"),
@@ -403,6 +409,11 @@ def test_epochs_are_steps_where_the_data_are_here(tmp_path):
     files = f"data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/a.jsonl]", "~trainer.total_training_steps"
     words = *files, "data.train_batch_size=4", "trainer.total_epochs=3"
     assert translated(tmp_path, "verl", *words).keys["steps"] == 3 * (18 // 4)
+
+
+def test_a_number_that_is_none_is_one_hole_with_one_reason(tmp_path):
+    done = translated(tmp_path, "verl", "~trainer.total_training_steps", "trainer.total_epochs=ten")
+    assert done.holes == {"steps": "trainer.total_epochs=ten: expected a number"}
 
 
 @pytest.mark.parametrize(
