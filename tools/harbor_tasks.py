@@ -142,9 +142,11 @@ def exports(task: Path, table: dict[str, Any]) -> str:
     for name, value in table.get("env", {}).items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise Refused(task / "task.toml", "env: expected names of variables", repr(name))
-        if "${" in str(value):
+        if not isinstance(value, str):
+            raise Refused(task / "task.toml", f"env: {name}: expected text, in quotes", repr(value))
+        if "${" in value:
             raise Refused(task / "task.toml", "env needs a value of the machine's", f"{name}={value}")
-    quoted = {name: str(value).replace("'", "'\\''") for name, value in table.get("env", {}).items()}
+    quoted = {name: value.replace("'", "'\\''") for name, value in table.get("env", {}).items()}
     return "".join(f"export {name}='{value}'\n" for name, value in quoted.items())
 
 

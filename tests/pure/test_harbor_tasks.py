@@ -94,6 +94,7 @@ REFUSED = {
     "seconds": ({"task.toml": '[verifier]\ntimeout_sec = "soon"'}, "timeout_sec: expected seconds"),
     "never": ({"task.toml": "[environment]\nbuild_timeout_sec = inf"}, "build_timeout_sec: expected seconds"),
     "list": ({"task.toml": "[verifier]\nenv = ['A=1']"}, "env: expected a table"),
+    "number": ({"task.toml": "[environment.env]\nA = true"}, "env: A: expected text, in quotes"),
     "variable": ({"task.toml": "[verifier.env]\nA-B = 1"}, "env: expected names of variables"),
     "folder": ({"task.toml": "[environment]\nworkdir = '/etc/no'"}, "a step fails in the sandbox"),
     "latin": ({"instruction.md": b"Schreib \xe4."}, "expected UTF-8"),
