@@ -139,7 +139,7 @@ MISTAKES = [
     ("rollout.kv_cache_gib=1e300", "rollout.kv_cache_gib: expected at most 1048576, found 1e+300"),
     (f"lora.rank={10**9}", "lora.rank: expected at most 1048576, found 1000000000"),
     (f"rollout.vllm={{max_num_batched_tokens: {10**9}}}", "max_num_batched_tokens: expected at most 1048576"),
-    (f"rollout.vllm={{stream_interval: {10**20}}}", f"vllm.stream_interval: expected at most {10**12}, found"),
+    (f"rollout.vllm={{stream_interval: {10**20}}}", f"stream_interval: expected at most {10**12}"),
     ("loss.rollout_rs={seq_max_k2: 1e300}", "rollout_rs.seq_max_k2: expected at most 1e+30, found 1e+300"),
     ("loss.rollout_rs={token_k1: [0.5, 1e300]}", "token_k1.1: expected at most 1e+30, found 1e+300"),
     ("data.sources.0.grader=tests.kit.rubrics:even_length reward.weights={a: -1e300}",
