@@ -98,7 +98,8 @@ class Background:
     def begin(self, key: Key, grader: PoolGrader, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response. Costs the caller next to nothing; ``grade`` raises its errors."""
         if key not in self._begun:
-            self._begun[key] = grader, self._thread.submit(self._start, grader, prompt, response)
+            begin = self._thread.submit(lambda: grader.begin(self._decode(response), prompt.gold))
+            self._begun[key] = grader, begin
 
     def ready(self, keys: Collection[Key]) -> list[Grade]:
         """Return the grades that are ready, for those of ``keys`` that were begun."""
@@ -129,9 +130,6 @@ class Background:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self._begun.clear()
-
-    def _start(self, grader: PoolGrader, prompt: Prompt, response: TokenIds) -> Future[Grade]:
-        return grader.begin(self._decode(response), prompt.gold)
 
 
 @contextmanager
