@@ -259,54 +259,38 @@ def words(make, settings=None, count=3, kept=None, **limits):
     return harvest(engine, plan)
 
 
-@pytest.mark.parametrize(("error", "told"), [
-    (ConnectionError("no server"), "ConnectionError: no server"),
-    (Mute(), "Mute: its message cannot be read (KeyError)"),
-], ids=["error", "mute"])  # fmt: skip
-def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, caplog):
-    def fails(prompt_id):
-        if prompt_id == "q1":
-            raise error
+@pytest.mark.parametrize(("method", "error", "told"), [
+    ("step", ConnectionError("no server"), "ConnectionError: no server"),
+    ("step", Mute(), "Mute: its message cannot be read (KeyError)"),
+    ("save", ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "ConnectionResetError"),
+], ids=["error", "mute", "save"])  # fmt: skip
+def test_an_environment_that_fails_drops_its_rollout_and_no_other(method, error, told, tmp_path, caplog):
+    """An error of a connection is an OSError, too, and no fault of the run's disk."""
 
-    rollouts, _ = words(lambda prompt, seed: Answers(prompt, seed, fails=fails))
+    def fails(self, *arguments):
+        if self.prompt_id == "q1":
+            raise error
+        return getattr(Answers, method)(self, *arguments)
+
+    rollouts, _ = words(type("Failing", (Answers,), {method: fails}), kept=tmp_path / "step")
     assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q0", "q2"]
     assert [len(rollout.unscored()) for rollout in rollouts] == [0, 2, 0]
     assert "q1/0 has a response without a reward, its environment failed: " + told in caplog.text
 
 
-def test_a_state_that_the_runs_disk_does_not_take_ends_the_harvest_and_drops_no_rollout(tmp_path):
-    """A full disk is such a fault. The same run resumes when there is room, with every response."""
+@pytest.mark.parametrize("number", [errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+def test_a_state_that_a_disk_does_not_take_ends_the_harvest_and_drops_no_rollout(tmp_path, number):
+    """The run's own disk, or that of files which an environment saves itself. The same run resumes when there
+    is room, with every response."""
 
-    class Kept(Answers):
-        def save(self, place):
-            return "x"
-
-    (tmp_path / "step").touch()  # below a file no folder can be made
-    with pytest.raises(EngineError, match=r"state could not be saved: .*step/environments: Not a directory"):
-        words(Kept, kept=tmp_path / "step")
-
-
-def test_a_state_whose_own_save_fails_drops_its_response_and_not_the_run(tmp_path, caplog):
-    """An error of a connection is an OSError, too."""
-
-    class Remote(Answers):
-        def save(self, place):
-            if self.prompt_id == "q1":
-                raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-            return "x"
-
-    rollouts, _ = words(Remote, kept=tmp_path / "step")
-    assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q0", "q2"]
-    assert "its environment failed: ConnectionResetError" in caplog.text
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
-def test_a_full_disk_ends_the_harvest_where_an_environment_saves_its_own_files(tmp_path, number):
     class Kept(Answers):
         def save(self, place):
             raise OSError(number, os.strerror(number))
 
-    with pytest.raises(EngineError, match=f"state could not be saved: {os.strerror(number)}"):
+    if number == errno.ENOTDIR:
+        (tmp_path / "step").touch()  # below a file no folder can be made
+    place = f"{tmp_path}/step/environments: " if number == errno.ENOTDIR else ""
+    with pytest.raises(EngineError, match=f"state could not be saved: {place}{os.strerror(number)}"):
         words(Kept, kept=tmp_path / "step")
 
 
@@ -781,9 +765,15 @@ def test_limits_of_the_python_tool_are_limits():
     assert PythonTool(QUESTION, 0, longest_output=1)._short("xyz") == "\n... (3 characters)\n"
 
 
-def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
-    request.addfinalizer(PythonTool.end)
-    tool = PythonTool(QUESTION, 0, sandbox="best_effort", timeout=2.0, longest_output=100)
+@pytest.fixture
+def python():
+    """Return a function that makes Python tools; their sandboxes end with the test."""
+    yield partial(PythonTool, QUESTION, 0, sandbox="best_effort")
+    PythonTool.end()
+
+
+def test_the_python_tool_keeps_names_and_a_copy_has_its_own(python):
+    tool = python(timeout=2.0, longest_output=100)
     assert run_cell(tool, "x = 3\nx + 1") == "4"
     copied = tool.fork()
     assert run_cell(tool, "x *= 5\nprint(x)") == "15"
@@ -799,9 +789,8 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
     assert [message["content"] for message in two] == ["15", "error: more than 1 calls in a turn"]
 
 
-def test_the_python_tool_shows_what_the_last_cell_prints_whatever_earlier_ones_did_to_the_output(request):
-    request.addfinalizer(PythonTool.end)
-    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+def test_the_python_tool_shows_what_the_last_cell_prints_whatever_earlier_ones_did_to_the_output(python):
+    tool = python()
     cells = (
         ("import os, sys, logging\nn = os.write(1, b'first')", "first"),
         ("sys.stdout.reconfigure(encoding='utf-8'); sys.stdout.buffer.write(b'raw\\n'); x = 5", "raw"),
@@ -815,9 +804,8 @@ def test_the_python_tool_shows_what_the_last_cell_prints_whatever_earlier_ones_d
     assert tool.step('{"name": "python", "arguments": {"code": "x"}}').content == "5", "as Llama 3 writes it"
 
 
-def test_the_python_tool_shows_errors_and_finds_names_where_modules_look_for_them(request):
-    request.addfinalizer(PythonTool.end)
-    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+def test_the_python_tool_shows_errors_and_finds_names_where_modules_look_for_them(python):
+    tool = python()
     cells = (
         ("import sys, traceback\ndef f():\n    '''>>> f()\n    2'''\n    return 1", "(no output)"),
         ("import doctest\ndoctest.testmod(report=False).failed", "1"),
@@ -843,21 +831,20 @@ UNSTEADY = (
 )
 
 
-def test_the_python_tool_answers_alike_in_every_process_and_after_other_cells(request):
+def test_the_python_tool_answers_alike_in_every_process_and_after_other_cells(python):
     """Also where its sandboxes are killed: the cells run again."""
-    request.addfinalizer(PythonTool.end)
 
     def answers(before):
         PythonTool.end()
         for number in range(before):
-            PythonTool(QUESTION, 0, sandbox="best_effort").python(f"print('x' * {number * 3000})")
-        tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+            python().python(f"print('x' * {number * 3000})")
+        tool = python()
         return [tool.python(cell) for cell in UNSTEADY]
 
     first = answers(0)
     assert first == answers(3)
     assert all("rror" not in answer for answer in first)
-    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+    tool = python()
     tool.python("n = 1")
     for sandbox in python_tool._pool("best_effort", "3.11").started:
         os.kill(sandbox._zygote, signal.SIGKILL)
