@@ -197,31 +197,6 @@ def test_replicas_together_give_what_one_gives(recipe):
     assert together == alone
 
 
-def test_samples_have_their_own_environments_and_a_problem_whose_own_fails_is_left_out(recipe, caplog):
-    seeds = []
-
-    class Fails(Environment):
-        def __init__(self, prompt, seed):
-            seeds.append(seed)
-            self.problem = prompt.prompt_id
-
-        def step(self, message):
-            if self.problem == "sums/2+2":
-                raise ConnectionError("no server")
-            return Observation(done=True)
-
-        def grade(self):
-            return 1
-
-    speak = Conversations(Fails, Letters().decode, lambda observation: [])
-    result = run(recipe, AnsweringEngine(ANSWERS), conversations=speak)
-    assert [answers.rewards for answers in result.answers] == [[1, 1, 1]]
-    assert result.manifest["question_ids"] == ["sums/1+1"]
-    assert result.manifest["graders"] == ["Fails"]  # what is lost has none, and evaluations stay alike
-    assert "sums: 1 of 2 problems are left out: its environment failed: ConnectionError" in caplog.text
-    assert len({*seeds}) == len(seeds)
-
-
 class Grades(Environment):
     """Gives ``reward``; None: 1, and the second problem's environment fails."""
 
@@ -239,19 +214,36 @@ class Grades(Environment):
         return 1 if self.reward is None else self.reward
 
 
+def speaking(make=Grades):
+    return Conversations(make, Letters().decode, lambda observation: [])
+
+
+def test_samples_have_their_own_environments_and_a_problem_whose_own_fails_is_left_out(recipe, caplog):
+    seeds = []
+
+    def make(prompt, seed):
+        seeds.append(seed)
+        return Grades(prompt, seed)
+
+    result = run(recipe, AnsweringEngine(ANSWERS), conversations=speaking(make))
+    assert [answers.rewards for answers in result.answers] == [[1, 1, 1]]
+    assert result.manifest["question_ids"] == ["sums/1+1"]
+    assert result.manifest["graders"] == ["Grades"]  # what is lost has none, and evaluations stay alike
+    assert "sums: 1 of 2 problems are left out: its environment failed: ConnectionError" in caplog.text
+    assert len({*seeds}) == len(seeds)
+
+
 def test_a_response_whose_grading_fails_counts_as_0_where_the_recipe_says_so(recipe):
     zero = recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"on_error": "zero"})})
-    speak = Conversations(Grades, Letters().decode, lambda observation: [])
-    result = run(zero, AnsweringEngine(ANSWERS), conversations=speak)
+    result = run(zero, AnsweringEngine(ANSWERS), conversations=speaking())
     assert [answers.rewards for answers in result.answers] == [[1, 1, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("reward", [-0.5, 1.5])
 def test_rewards_that_are_no_accuracy_are_refused(recipe, monkeypatch, reward):
     monkeypatch.setattr(Grades, "reward", reward)
-    speak = Conversations(Grades, Letters().decode, lambda observation: [])
     with pytest.raises(ValueError, match=rf"rewards in \[0, 1\], Grades gave {reward}: give the benchmark"):
-        run(recipe, AnsweringEngine(ANSWERS), conversations=speak)
+        run(recipe, AnsweringEngine(ANSWERS), conversations=speaking())
 
 
 def test_results_survive_the_disk_and_bad_files_are_named(recipe, tmp_path):
@@ -404,23 +396,18 @@ def test_a_recipe_without_benchmarks_is_not_evaluated_in_silence(tmp_path, capsy
     assert expected in capsys.readouterr().err
 
 
-def test_what_a_recipe_trains_on_need_not_be_here_to_evaluate(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("file", "more", "words"), [
+    ("small.yaml", {"teacher": {"path": "none"}}, "{here}/small.yaml --out {here}/out.json"),
+    ("recipe.yaml", {"lora": {"alpha": 16}}, "{here} --model {here}"),  # a run's, with a key without effect
+])  # fmt: skip
+def test_what_a_recipe_trains_on_need_not_be_here_to_evaluate(tmp_path, monkeypatch, file, more, words):
     """Nor is it downloaded: a training set has gigabytes."""
     (tmp_path / "test.jsonl").write_text("{}")
     benchmark = {"name": "b", "reader": "jsonl", "path": str(tmp_path / "test.jsonl")}
     raw = SMALL | {"model": {"path": str(tmp_path)}, "evaluation": {"benchmarks": [benchmark]}}
-    (tmp_path / "small.yaml").write_text(json.dumps(raw | {"teacher": {"path": "none"}}))
+    (tmp_path / file).write_text(json.dumps(raw | more))
     monkeypatch.setattr(commands, "_on_ranks", lambda job, work: job.fetch() or 0)
-    assert main(["evaluate", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out.json")]) == 0
-
-
-def test_a_run_that_began_with_a_key_without_effect_is_evaluated(tmp_path, monkeypatch):
-    (tmp_path / "test.jsonl").write_text("{}")
-    benchmark = {"name": "b", "reader": "jsonl", "path": str(tmp_path / "test.jsonl")}
-    raw = SMALL | {"lora": {"alpha": 16}, "evaluation": {"benchmarks": [benchmark]}}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
-    monkeypatch.setattr(commands, "_on_ranks", lambda job, work: job.fetch() or 0)
-    assert main(["evaluate", str(tmp_path), "--model", str(tmp_path)]) == 0
+    assert main(["evaluate", *words.format(here=tmp_path).split()]) == 0
 
 
 def test_a_folder_without_a_recipe_is_no_run_to_evaluate(tmp_path, capsys):
