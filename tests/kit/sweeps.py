@@ -10,6 +10,7 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.experiments.cells import Cell, Plan
 from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.job import load
+from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 
@@ -74,7 +75,7 @@ def leave_a_run(recipe: Recipe) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(dump(recipe))
     records = []
-    while not records or recipe.budget.ended_by(_spent(records[-1])) is None:
+    while not records or recipe.budget.ended_by(spent(len(records), records[-1])) is None:
         step = len(records) + 1
         records.append(
             {
@@ -109,12 +110,6 @@ def rewards(folder: Path, label: str) -> list[list[float]]:
     """Return [problem][sample], read from the file itself."""
     (record,) = json.loads((folder / f"evaluation/{label}.json").read_text())
     return [answers["rewards"] for answers in record["answers"]]
-
-
-def _spent(record: dict):
-    from megatron_eqlen.metrics import spent
-
-    return spent(record["step"], record)
 
 
 class Scripted:
