@@ -14,7 +14,9 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
+from megatron_eqlen.processes.failures import PAUSES
 from megatron_eqlen.recipe import Recipe, RewardRecipe
+from megatron_eqlen.rewards import functions
 from megatron_eqlen.rewards.measured import leave_out, refuse_too_many, scored
 from megatron_eqlen.rewards.scoring import Scorer, UnscoredError, unscored_causes
 from megatron_eqlen.run.rollouts import select
@@ -26,6 +28,12 @@ from tests.kit.recipes import small
 from tests.pure.test_rewards_background import Letters, ending, group, prompt
 
 HERE = __name__
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Ask a service again at once."""
+    monkeypatch.setattr(functions, "PAUSES", (0.0, 0.0))
 
 
 class Mute(Exception):
@@ -92,6 +100,7 @@ def test_one_response_that_cannot_be_graded_takes_no_other_with_it(grader, fails
 
 def test_a_service_that_does_not_answer_is_asked_again_and_a_dead_one_costs_no_time(monkeypatch):
     pauses, left = [], [2]
+    monkeypatch.setattr(functions, "PAUSES", PAUSES)
     monkeypatch.setattr("time.sleep", pauses.append)
 
     def judge(response: str) -> float:
