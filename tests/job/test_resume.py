@@ -141,7 +141,7 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
 
 
 def test_killed_in_a_batch_of_prompts_it_resumes_and_draws_further_batches(home):
-    """Of the first 8 questions of this seed only one can teach, so dynamic sampling draws more than 2 x 4."""
+    """Only one of the first 8 questions of this seed can teach, so dynamic sampling draws more than 2 x 4."""
     grader = "data.sources.0.grader=tests.kit.rubrics:even_length_if_odd_gold"
     keys = (*LONG, "steps=1", "objective=dapo", "seed=4", grader)
     whole, folder = train(home, "batches", *keys), home / "batches-killed"

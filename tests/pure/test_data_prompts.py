@@ -24,7 +24,6 @@ from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
-from megatron_eqlen.hf.turns import left_out
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, EnvironmentRecipe, RewardRecipe, SourceRecipe
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING
 from megatron_eqlen.rewards.scoring import Scorer
@@ -269,15 +268,21 @@ def test_calls_in_a_chat_have_arguments_in_the_templates_form_and_lost_keys_coun
     assert counted(prompts) == (1, {"unrendered_key": 1})
 
 
+def test_arguments_that_nest_without_end_are_text(with_template, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": "[" * 3000}}
+    turns = [{"role": "user", "content": "2"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    rows, tokenizer = [{"messages": [*turns, turns[0]], "answer": 5}], with_template(CALLS)
+    prompts = PromptSource(recipe(rows_in(tmp_path, rows), shuffle=False), tokenizer, seed=0)
+    with pytest.raises(ValueError, match="unrendered_key"):
+        prompts.next(1)
+
+
 def test_arguments_that_nest_without_end_leave_those_of_other_calls_as_the_template_takes_them(with_template):
     given = ('{"x": 1}', "[" * 3000)
     calls = [{"type": "function", "function": {"name": "f", "arguments": each}} for each in given]
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     tokenizer = with_template(CALLS.replace("ARGUMENTS", "{{ f.arguments | tojson }}"))
-    said = tokenizer.render_chat([called])
-    assert '[f {"x": 1}][f "[[[' in said
-    assert left_out(said, [called]) is None
-    assert "[[[" in left_out(said.replace("[", ""), [called])
+    assert '[f {"x": 1}][f "[[[' in tokenizer.render_chat([called])
 
 
 ADD, SUBTRACT, ADD_ONE = (
@@ -902,6 +907,14 @@ def test_an_aime_gold_may_have_a_unit_or_zeros_but_no_other_value(tmp_path, answ
     file.write_text(json.dumps({"problem": "p", "answer": answer}) + "\n")
     assert [problem.gold for problem in read_aime(file, tally)] == ([gold] if gold else [])
     assert tally.dropped == ({} if gold else {"not_an_aime_answer" if answer else "empty_field": 1})
+
+
+def test_a_benchmark_with_an_unusable_row_is_refused(tokenizer, tmp_path):
+    file = tmp_path / "aime.jsonl"
+    file.write_text('{"problem": "a", "answer": "1"}\n{"problem": "b", "answer": "x+1"}\n')
+    benchmark = BenchmarkRecipe(name="aime25", reader="aime25", path=str(file))
+    with pytest.raises(ValueError, match="not_an_aime_answer"):
+        read_benchmark(benchmark, recipe(source(file)), tokenizer)
 
 
 def test_a_benchmark_with_long_questions_names_the_longest_and_the_key_to_raise(tokenizer, tmp_path):
