@@ -21,6 +21,9 @@ from megatron_eqlen.types import Metrics
 SHARED = 0.9
 """Least share of a result's questions that all results must have to be compared on these."""
 
+RESPONSES = "-responses"
+"""Suffix of the name of a folder of evaluated responses, which has a folder for each benchmark."""
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -173,6 +176,11 @@ def shared_questions(results: list[EvaluationResult]) -> list[EvaluationResult]:
         where = f"{alone} is in {files[True]} and not in {files[False]}"
         raise ValueError(f"{results[0].benchmark}: the results are of different questions: {where}")
     return [replace(r, answers=[of[name] for name in shared]) for r, of in zip(results, by_id, strict=True)]
+
+
+def responses_of(path: Path) -> Path:
+    """Return the folder of the responses that the results in ``path`` are about."""
+    return path.with_name(path.stem + RESPONSES)
 
 
 def write_results(path: Path, results: list[EvaluationResult]) -> None:

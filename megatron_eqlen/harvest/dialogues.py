@@ -147,8 +147,7 @@ class Dialogues:
                 turns = turns_of(path_of(harvester, track))
                 self.counts["replays"] += state is None and len(turns) > 1
                 environment = state and state.environment
-                number = COINS - track.number if self.conversations.own_seeds else COINS
-                seed = track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
+                seed = _seed(self.conversations, harvester.seed, harvester.key, track.number)
                 conversations = replace(self.conversations, forked_as=track.forks)
                 work = partial(conversations.answer, environment, harvester.prompt, seed, turns)
                 self.waiting.append(Call(track, len(turns), work, environment is None))
@@ -267,6 +266,11 @@ class Dialogues:
         return {f"environment/{name}": value for name, value in metrics.items()}
 
 
+def _seed(conversations: Conversations, seed: int, key: RolloutKey, number: int) -> int:
+    """Return the seed of an environment. With own seeds ``number`` is of a track that is one part alone."""
+    return track_seed(seed, *key, COINS - number if conversations.own_seeds else COINS)
+
+
 def path_of(harvester: Harvester, track: Track) -> Tokens:
     """Return the tokens of a track's response so far."""
     own = track.tokens[track.place(track.start) :]
@@ -276,12 +280,12 @@ def path_of(harvester: Harvester, track: Track) -> Tokens:
 def grade_again(conversations: Conversations, rollout: Rollout, seed: int) -> bool:
     """Fill in the environments' grades of a recorded rollout by replaying its messages. Return False if an
     environment fails: the rollout must be generated again. ``seed``: of its harvester."""
-    seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
     for part in rollout.parts:
         # no grade of an environment is recorded with it, or only its failure: play the turns to a new one
         if part.finish_reason == "stop" and (part.grade is None or part.grade.verdict == UNSCORED):
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
-            again = partial(conversations.answer, None, rollout.prompt, seed, turns)
+            coins = _seed(conversations, seed, rollout.key, part.number)
+            again = partial(conversations.answer, None, rollout.prompt, coins, turns)
             try:
                 graded = _within(conversations.limits.timeout, again)
                 if graded.given is not None:

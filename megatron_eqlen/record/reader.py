@@ -86,15 +86,19 @@ def read_progress(
     recipe: Recipe,
     resumed: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({}),
     files: Sequence[Path] | None = None,
+    columns: Sequence[str] | None = None,
 ) -> HarvestProgress:
     """Return what earlier attempts at the step of ``folder`` recorded of ``prompts``, and the rollouts
     ``resumed``, which the step before recorded. ``files``: ``recorded_files``, if the folder may hold others
-    by now. Tokens without columns that the recipe keeps are left out, to be generated again. Raises
-    PartialRolloutError if one of ``resumed`` is not recorded."""
-    by_id, kept = {prompt.prompt_id: prompt for prompt in prompts}, recipe.rollout.columns
+    by now. Tokens without ``columns``, by default those that the recipe keeps, are left out, to be generated
+    again. Raises PartialRolloutError if one of ``resumed`` is not recorded."""
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    kept = recipe.rollout.columns if columns is None else columns
     files = recorded_files(folder) if files is None else files
     recorded = _assembled(_naming(files, by_id), prompt_ids=by_id)
     rollouts = {key: rollout for key, rollout in recorded.rollouts.items() if has_columns(rollout, kept)}
+    for (prompt_id, _), rollout in rollouts.items():
+        rollout.prompt = by_id[prompt_id]  # the gold answer may be another one by now
     partial = _resumed_rollouts(folder, by_id, recipe, resumed)
     # grades and tokens of earlier attempts at this step
     for key in partial.keys() & rollouts.keys():
@@ -179,6 +183,13 @@ def has_path_columns(context: Tokens | None, names: Iterable[str]) -> bool:
 def recorded_files(folder: Path) -> list[Path]:
     """Return a step's files: of rollouts, then of unfinished ones."""
     return step_files(folder) + _in_order(folder.glob(OPEN_FILES))
+
+
+def ungraded_files(folder: Path) -> list[Path]:
+    """Return ``recorded_files`` without grades, which are removed: graders may have changed since."""
+    for path in folder.glob(GRADE_FILES):
+        path.unlink()
+    return recorded_files(folder)
 
 
 def remove_open_tracks(files: Sequence[Path], prompt_ids: Collection[str]) -> list[Path]:
@@ -291,10 +302,11 @@ def read_grades(
 
 
 def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
-    """Return (name, files) of a file of rollouts, a step's folder, or each step of a ``streams/`` folder."""
+    """Return (name, files) of a file of rollouts, a step's folder, or each folder of one of steps, or of
+    benchmarks."""
     if path.is_file():
         return [(path.name, [path])]
-    folders = [path] if step_files(path) else sorted(path.glob("step-*"))
+    folders = [path] if step_files(path) else sorted(path.glob("step-*")) or sorted(path.glob("*"))
     return [(folder.name, files) for folder in folders if (files := step_files(folder))]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_eqlen.evaluation.result import RESPONSES
 from megatron_eqlen.files import streams_of
 from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.job import Job
@@ -67,7 +68,8 @@ class RecordedStep:
             mine = {rollout.key for rollout in read_skeletons(files)}
             self.rollouts = [rollout for rollout in rollouts if rollout.key in mine]
         probed = any(part.role == PROBE for rollout in rollouts for part in rollout.parts)
-        self.training = Training(rollouts, None if probed else job)
+        evaluated = files[0].resolve().parents[1].name.endswith(RESPONSES)
+        self.training = Training(rollouts, None if probed or evaluated else job)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         fill_numbers(rollouts, self._files)

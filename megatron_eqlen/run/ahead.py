@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.evaluation.result import EvaluationResult
@@ -82,8 +83,10 @@ class Ahead(Rollouts):
             wait(self.under_way)
             agree(lambda: None)  # the other ranks wait, too
 
-    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
-        return self.generator.evaluate(benchmark, earlier)
+    def evaluate(
+        self, benchmark: BenchmarkRecipe, responses: Path, earlier: EvaluationResult | None
+    ) -> EvaluationResult:
+        return self.generator.evaluate(benchmark, responses, earlier)
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         position = data_position or {"source": None, "oldest": []}

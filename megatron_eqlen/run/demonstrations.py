@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 from megatron_eqlen.data.prompts import PromptSource, position_metrics
@@ -52,12 +53,14 @@ class Demonstrations(Rollouts):
         self.newest = policy
         return {}
 
-    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
+    def evaluate(
+        self, benchmark: BenchmarkRecipe, responses: Path, earlier: EvaluationResult | None
+    ) -> EvaluationResult:
         assert self.engine is not None
         if self.newest is not None:
             self.engine.update_weights(self.newest)
             self.newest = None
-        return self.engine.evaluate(benchmark, earlier)
+        return self.engine.evaluate(benchmark, responses, earlier)
 
 
 def demonstrated(row: Demonstration, policy_version: int) -> Rollout:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
+from megatron_eqlen.evaluation.result import (
+    EvaluationResult,
+    compare,
+    read_results,
+    responses_of,
+    write_results,
+)
 from megatron_eqlen.files import step_name
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
 from megatron_eqlen.report.format import markdown_rows
 from megatron_eqlen.run.rollouts import Rollouts
-from megatron_eqlen.run.run_folder import PARTIAL, RunFolder
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
 
@@ -31,9 +38,10 @@ class Evaluations:
         """Evaluate all benchmarks with the engine's weights, those after ``steps`` steps. ``before`` and
         ``after`` keep what an earlier start measured, ``after`` also what the last step did."""
         path = self._folder.evaluation(label)
-        begun = [path.with_name(path.name + PARTIAL), path]
+        known = {"before": [path], "after": [path, self._folder.evaluation(step_name(steps))]}
         # a step that is taken again, after a kill before its checkpoint, may have other weights
-        known = {"before": begun[steps > 0 :], "after": [*begun, self._folder.evaluation(step_name(steps))]}
+        if label not in known and distributed.is_rank0():
+            shutil.rmtree(responses_of(path), ignore_errors=True)
         files = known.get(label, [])
         earlier = agree(lambda: next((read_results(file) for file in files if file.exists()), []))
         if label == "before" and steps:
@@ -57,20 +65,19 @@ class Evaluations:
 def evaluate_all(
     session: Session, rollouts: Rollouts, path: Path, label: str, before: Results = (), earlier: Results = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Evaluate all benchmarks into ``path``, one after the other. ``before``: results to compare with.
-    ``earlier``: results that are kept where the same weights gave them with the same settings."""
+    """Evaluate all benchmarks into ``path``, one after the other, and record the responses beside it.
+    ``before``: results to compare with. ``earlier``: results that are kept where the same weights gave them
+    with the same settings."""
     if not rollouts.benchmarks:
         return [], {}
     known = {result.benchmark: result for result in earlier}
-    partial = path.with_name(path.name + PARTIAL)
     rollouts.settle()
     with session.stage("evaluate", session.recipe.rollout.request_timeout) as metrics:
         for benchmark in rollouts.benchmarks:
-            known[benchmark.name] = rollouts.evaluate(benchmark, known.get(benchmark.name))
-            if distributed.is_rank0():
-                write_results(partial, [*known.values()])
+            same = known.get(benchmark.name)
+            known[benchmark.name] = rollouts.evaluate(benchmark, responses_of(path), same)
     if distributed.is_rank0():
-        partial.replace(path)
+        write_results(path, [*known.values()])
     results = [known[benchmark.name] for benchmark in rollouts.benchmarks]
     for result in results:
         metrics |= result.metrics()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
 from megatron_eqlen.environments.load import conversations, tools
-from megatron_eqlen.evaluation.evaluate import evaluate, subject
+from megatron_eqlen.evaluation.evaluate import EVALUATION_SEED, folder_name, result_of, subject
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
@@ -21,6 +21,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe
+from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.record import reader
 from megatron_eqlen.record.partial import CarryOver, RolloutOrigin, open_prompts
 from megatron_eqlen.record.recorder import Recorder, record_grades
@@ -130,15 +131,9 @@ class Generator(InTurn):
         if self._recorded_step != step.number:
             self._find_recorded(step)
         plan = self._plan(step, replicas.share(prompts))
-        # grade what an earlier attempt recorded, while the engine generates the rest
-        self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         # the stage lasts until the record is on disk
-        with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
-            observers: list[HarvestObserver] = [EarlyGrading(self.session.scorer, replicas.grades)]
-            if replicas.leads:
-                recorder = Recorder(self._file(step), self.recipe.rollout.unrecorded_columns)
-                observers.append(files.enter_context(recorder))
-            rollouts, metrics = harvest(self.engine, plan, observers)
+        with self.session.stage("harvest", self.patience) as seconds:
+            rollouts, metrics = self._recorded(plan, self.streams / step.name)
         position = self.source.state_dict() if self.source is not None else None
         combined = at_once(gather([metrics] if replicas.leads else []))
         # every rank has read the files that are removed now, which the step's next batch must not look for
@@ -147,6 +142,18 @@ class Generator(InTurn):
             self._recorded_files = agree(lambda: reader.remove_open_tracks(files, ids))
         measured = combined | seconds | position_metrics(position)
         return Batch(replicas.part(rollouts), measured, position, prompts)
+
+    def _recorded(self, plan: HarvestPlan, folder: Path) -> tuple[list[Rollout], Metrics]:
+        """Harvest what ``plan`` lacks, and record it in ``folder`` as it is generated."""
+        scorer, replicas = self.session.scorer, self.session.replicas
+        # grade what an earlier attempt recorded, while the engine generates the rest
+        scorer.begin_ended(replicas.part(plan.progress.rollouts))
+        with ExitStack() as files:
+            observers: list[HarvestObserver] = [EarlyGrading(scorer, replicas.grades)]
+            if replicas.leads:
+                recorder = Recorder(_file(folder), self.recipe.rollout.unrecorded_columns)
+                observers.append(files.enter_context(recorder))
+            return harvest(self.engine, plan, observers)
 
     def _find_recorded(self, step: Step) -> None:
         """Find what an earlier attempt at the step recorded, and set aside what other weights generated."""
@@ -199,24 +206,43 @@ class Generator(InTurn):
     def record(self, step: Step, graded: Sequence[Rollout]) -> None:
         # a leader writes its file even without grades: it tells readers that the step is scored
         if graded or self.session.replicas.leads:
-            record_grades(self._file(step), graded)
+            record_grades(_file(self.streams / step.name), graded)
 
-    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
-        session, version = self.session, self.engine.policy_version
-        if earlier is not None and agree(lambda: earlier.is_of(subject(benchmark, self.recipe, version))):
+    def evaluate(
+        self, benchmark: BenchmarkRecipe, responses: Path, earlier: EvaluationResult | None
+    ) -> EvaluationResult:
+        session, replicas = self.session, self.session.replicas
+        manifest = agree(lambda: subject(benchmark, self.recipe, self.engine.policy_version))
+        if earlier is not None and agree(lambda: earlier.is_of(manifest)):
             return earlier
-        return evaluate(
-            self.engine,
-            benchmark,
-            problems(session, benchmark),
-            session.scorer,
-            self.recipe,
+        asked, sampling = problems(session, benchmark), self.recipe.of_benchmark(benchmark)
+        folder = responses / agree(lambda: folder_name(manifest, asked, local_path(self.recipe.model)))
+        if files := agree(lambda: reader.ungraded_files(folder)):
+            session.progress.say(f"{benchmark.name}: goes on from the responses in {folder}")
+        share = replicas.share(asked)
+        plan = HarvestPlan(
+            share,
+            sampling,
             session.tokenizer.eos_token_ids,
-            share=session.replicas.share,
-            grades=session.replicas.grades,
-            gather=gather,
-            conversations=self.conversations,
+            seed=self.recipe.seed + EVALUATION_SEED,
+            progress=reader.read_progress(folder, share, sampling, files=files, columns=()),
+            keeps_columns=lambda prompt, index: False,  # no evaluation reads them
+            conversations=self.conversations and replace(self.conversations, own_seeds=True),
         )
+        # benchmarks may have a temperature of their own; training's comes back whatever happens
+        self.engine.sample_as(sampling.rollout)
+        try:
+            harvested, _ = self._recorded(plan, folder)
+        finally:
+            self.engine.sample_as(self.recipe.rollout)
+        # each rank scores the problems that it grades
+        groups = replicas.part(harvested)
+        session.scorer.score(groups)
+        if groups:
+            record_grades(_file(folder), groups)
+        # every rank has read these files by now
+        agree(lambda: reader.remove_open_tracks(files, {problem.prompt_id for problem in asked}))
+        return result_of(manifest, asked, groups, self.recipe, gather)
 
     # ---- weights ------------------------------------------------------------------------------------
 
@@ -232,9 +258,6 @@ class Generator(InTurn):
                 check_servers(policy.compare(gather(self.engine.probe())), self.session.job)
         return seconds
 
-    def _file(self, step: Step) -> Path:
-        return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
-
 
 class OneHarvest(Generator):
     """Rollouts of given prompts, harvested in a single step. ``kind``: their maker; None: the recipe's."""
@@ -248,6 +271,11 @@ class OneHarvest(Generator):
 
     def prompts(self, step: Step) -> list[Prompt]:
         return [] if step.batch_metrics else self.given
+
+
+def _file(folder: Path) -> Path:
+    """Return this rank's file of rollouts."""
+    return folder / f"rank-{dist.get_rank()}.arrow"
 
 
 def problems(session: Session, benchmark: BenchmarkRecipe) -> list[Prompt]:

@@ -12,9 +12,11 @@ earlier steps train (``ahead.py``). ``Session``, ``Policy`` and ``Rollouts`` liv
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.evaluation.result import responses_of
 from megatron_eqlen.files import write_text
 from megatron_eqlen.job import Job
 from megatron_eqlen.processes import distributed, events
@@ -114,6 +116,9 @@ def evaluate_only(job: Job, out: Path, run: Path) -> None:
     """Evaluate the model at ``model.path``, write the results to ``out`` and print a table. ``run``: folder
     whose first start dates the prompts (``Session.keep_date``), or a recipe's file: today."""
     with Session(job) as session:
+        if distributed.is_rank0():
+            responses_of(out).mkdir(parents=True, exist_ok=True)
+            session.enter(closing(Hold(responses_of(out))))
         session.keep_date(run)
         results, metrics = evaluate_all(session, Generator(session, out.parent, synced=False), out, "model")
         session.progress.say(leaderboard(results, metrics["time/evaluate"] * distributed.world_size()))

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.engines.teacher_server import TeacherServer
@@ -60,8 +61,11 @@ class Rollouts:
     def settle(self) -> None:
         """Wait for the harvests under way: an evaluation has the engine for itself."""
 
-    def evaluate(self, benchmark: BenchmarkRecipe, earlier: EvaluationResult | None) -> EvaluationResult:
-        """Evaluate a benchmark with the engine's weights. ``earlier``: returned if they have given it."""
+    def evaluate(
+        self, benchmark: BenchmarkRecipe, responses: Path, earlier: EvaluationResult | None
+    ) -> EvaluationResult:
+        """Evaluate a benchmark with the engine's weights. ``responses``: folder of a folder where responses
+        are recorded, and those of an earlier try found. ``earlier``: returned if the weights gave it."""
         raise AssertionError("without an engine there are no benchmarks")
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:

@@ -11,6 +11,7 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     streams/             step-00000012/rank-0.arrow, grades-rank-0.arrow: every rollout
                          open-rank-0.arrow: tokens of those that a harvest has not finished
     evaluation/          before.json, after.json, step-00000020.json
+                         before-responses/NAME-0123456789ab/: responses to a benchmark, as in streams/
     checkpoints/         step-00000010/, latest
     export/              the trained model as a Hugging Face folder
     adapter/             its adapters as a PEFT folder (recipe: lora)
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen import files
+from megatron_eqlen.evaluation.result import responses_of
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import events
@@ -49,8 +51,6 @@ from megatron_eqlen.report.metrics import read_newest
 
 IMPORTED = time.time()
 """Approximate time at which this process began."""
-PARTIAL = ".part"
-"""Suffix of an evaluation's file while benchmarks are missing in it."""
 BEGAN = "EQLEN_BEGAN"
 """Environment variable: when the command began that started this rank, in seconds since 1970. A STOP file
 from before it was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
@@ -221,7 +221,8 @@ class RunFolder:
         label = files.step_name(int(metrics[-1]["step"]) if metrics else 0)
         if (after := self.evaluation("after")).exists():
             after.replace(self.evaluation(label))  # has all that the step's own evaluation had
-        after.with_name(after.name + PARTIAL).unlink(missing_ok=True)
+        if (responses := responses_of(after)).exists():
+            responses.rename(files.unused(responses_of(self.evaluation(label))))
         for export in filter(Path.exists, (self.export, self.adapter)):
             export.rename(files.unused(self.path / f"{export.name}-{label}"))
 

@@ -155,6 +155,31 @@ def test_killed_in_a_batch_of_prompts_it_resumes_and_draws_further_batches(home)
     assert not journal.exists()
 
 
+def test_killed_in_an_evaluation_it_goes_on_with_the_responses_and_their_environments(home):
+    """Each sample has an environment of its own, which a resumed one meets again."""
+    keys = (*LONG[:-1], *ANSWERED, "steps=1", "evaluation.samples=4")
+    whole, folder = train(home, "evaluated", *keys), home / "evaluated-killed"
+    job = start("-c", HOLDS_IN_MID_HARVEST.replace("== 2", "== 1"), *command(home, folder.name, *keys)[2:])
+    responses = folder / "evaluation/before-responses"
+    assert within(300, lambda: sum(map(tokens_in, responses.glob("*/open-*"))) > 50 or job.poll() is not None)
+    job.kill()
+    assert not (folder / "evaluation/before.json").exists()
+    said = run(*command(home, folder.name, *keys)).stdout
+    (of_benchmark,) = responses.iterdir()
+    assert f"questions: goes on from the responses in {of_benchmark}" in said
+    for name in ("before", "after"):
+        results = [read_results(each / f"evaluation/{name}.json") for each in (folder, whole)]
+        assert results[0][0].answers == results[1][0].answers
+        assert results[0][0].manifest == results[1][0].manifest
+    assert same_weights(folder, whole)
+    lengths = {rollout.prompt_id: [*map(len, rollout.parts)] for rollout in read_step(of_benchmark)}
+    (before,) = read_results(folder / "evaluation/before.json")
+    assert lengths == {answers.prompt_id: answers.lengths for answers in before.answers}
+    shown = run("-m", "megatron_eqlen.cli", "inspect", responses).stdout
+    assert of_benchmark.name in shown
+    assert "again" in shown
+
+
 HOLDS_AFTER_A_STEP = """
 import sys, time
 from megatron_eqlen.cli.__main__ import main
@@ -247,8 +272,7 @@ def test_a_run_ends_with_its_budget_and_resumes_with_more_to_the_same_bits(home,
     folder = train(home, "budget", "gpu_hours=1e-6")
     assert column(folder, "step") == [1]
     ended = (folder / "evaluation/after.json").read_bytes()
-    part = folder / "evaluation/after.json.part"
-    part.write_text(ended.decode().replace("questions", "others"))  # a killed try measured more
+    (responses,) = (folder / "evaluation/after-responses").iterdir()
     flops = column(trained, "total/flops")
     train(home, "budget", "steps=null", f"flops={flops[1] + 1}")
     assert column(folder, "step") == [1, 2, 3]
@@ -256,6 +280,7 @@ def test_a_run_ends_with_its_budget_and_resumes_with_more_to_the_same_bits(home,
     assert column(folder, "total/generated_tokens")[2] == sum(column(trained, "harvest/generated_tokens"))
     assert 1e-6 < column(folder, "time/gpu_hours")[0] < column(folder, "time/gpu_hours")[2]
     assert (folder / "evaluation/step-00000001.json").read_bytes() == ended, "nothing earned is lost"
+    assert (folder / "evaluation/step-00000001-responses" / responses.name).is_dir()
     assert (folder / "export-step-00000001/model.safetensors").is_file()
     assert (folder / "evaluation/after.json").read_bytes() != ended
     assert [result.benchmark for result in read_results(folder / "evaluation/after.json")] == ["questions"]

@@ -14,10 +14,11 @@ import pytest
 
 from megatron_eqlen.cli import commands
 from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.evaluation import statistics
-from megatron_eqlen.evaluation.evaluate import evaluate, subject
+from megatron_eqlen.evaluation.evaluate import subject
 from megatron_eqlen.evaluation.result import (
     Answers,
     EvaluationResult,
@@ -34,10 +35,12 @@ from megatron_eqlen.evaluation.result import (
 from megatron_eqlen.job import Job, answering, load
 from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.recipe import BenchmarkRecipe, RolloutRecipe
-from megatron_eqlen.rewards.scoring import Scorer, UnscoredError
+from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.rewards.scoring import UnscoredError
 from megatron_eqlen.run.evaluations import Evaluations, leaderboard
 from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.types import Delta, Prompt
+from tests.kit.evaluations import evaluated
 from tests.kit.recipes import SAMPLED, SMALL, small
 from tests.pure.test_ahead import world_of_one
 
@@ -114,13 +117,8 @@ ANSWERS = {"1+1": ["\\boxed{2}", "so \\boxed{2}", "\\boxed{3}"], "2+2": ["four",
 PROBLEMS = [Prompt(f"sums/{q}", [*map(ord, q)], q, "math", str(eval(q))) for q in ANSWERS]
 
 
-def run(recipe, engine, **arguments) -> EvaluationResult:
-    scorer = Scorer(recipe.reward, Letters())
-    try:
-        benchmark: BenchmarkRecipe = recipe.evaluation.benchmarks[0]
-        return evaluate(engine, benchmark, PROBLEMS, scorer, recipe, {EOS}, **arguments)
-    finally:
-        scorer.close()
+def run(recipe, engine, responses=None, **more) -> EvaluationResult:
+    return evaluated(recipe, engine, PROBLEMS, Letters(), responses, **more)
 
 
 def test_an_evaluation_by_hand(recipe):
@@ -197,6 +195,106 @@ def test_replicas_together_give_what_one_gives(recipe):
     assert together == alone
 
 
+class TokenByToken(AnsweringEngine):
+    """Generates a token of each open request a step, and dies after ``steps`` of them."""
+
+    def __init__(self, policy_version: int = 0, steps: int = -1) -> None:
+        super().__init__(ANSWERS, policy_version)
+        self.left, self.generated = steps, 0
+        self._tokens: dict[str, list[int]] = {}
+
+    def submit(self, request):
+        path = "".join(map(chr, request.token_ids))
+        number = int(request.request_id.partition("~")[0].rpartition("/")[2])
+        answer = [*map(ord, ANSWERS[path[:3]][number]), EOS]
+        assert path[3:] == "".join(map(chr, answer))[: len(path) - 3], "it goes on where it was"
+        self.asked.append(path)
+        self._tokens[request.request_id] = answer[len(path) - 3 :][: request.max_tokens]
+
+    def step(self):
+        if self.left == 0:
+            raise EngineError("it died")
+        self.left -= 1
+        self.generated += len(self._tokens)
+        ends = {
+            name: "stop" if left == [EOS] else "length"
+            for name, left in self._tokens.items()
+            if len(left) == 1
+        }
+        deltas = [
+            Delta(name, left[:1], {"logprobs": [-0.1]}, ends.get(name)) for name, left in self._tokens.items()
+        ]
+        self._tokens = {name: left[1:] for name, left in self._tokens.items() if name not in ends}
+        return deltas
+
+
+@pytest.fixture
+def each_step_is_recorded(monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.record.recorder.INTERVAL", 0.0)
+
+
+def changed(recipe, **of_all):
+    raw = recipe.model_dump()
+    return recipe.model_validate(raw | {"evaluation": raw["evaluation"] | of_all})
+
+
+@pytest.mark.parametrize("deaths", [(1,), (7, 4), (12,), (15, 0, 0)])
+def test_an_evaluation_that_died_goes_on_with_its_responses(recipe, tmp_path, each_step_is_recorded, deaths):
+    responses = tmp_path / "responses"
+    whole = TokenByToken(policy_version=7)
+    expected, said, generated = run(recipe, whole), [], 0
+    for steps in deaths:
+        engine = TokenByToken(7, steps)
+        with pytest.raises(EngineError, match="it died"):
+            run(recipe, engine, responses, say=said.append)
+        generated += engine.generated
+    last = TokenByToken(7)
+    assert run(recipe, last, responses, say=said.append) == expected
+    assert generated + last.generated == whole.generated, "no token twice"
+    (folder,) = responses.iterdir()
+    assert said == [f"sums: goes on from the responses in {folder}"] * len(deaths)
+    assert not [*folder.glob("open-*")]
+    texts = {
+        rollout.prompt_id: [Letters().decode(part.tokens.token_ids) for part in rollout.parts]
+        for rollout in read_step(folder)
+    }
+    assert texts["sums/1+1"] == ANSWERS["1+1"]
+    assert [part.grade.reward for part in read_step(folder)[0].parts] == [1, 1, 0]
+    # the next one generates nothing, but grades
+    idle = TokenByToken(7, 0)
+    assert run(recipe, idle, responses) == expected
+    assert [len(grades) for grades in (read_step(folder), [*folder.glob("grades-*")])] == [2, 1]
+
+
+@pytest.mark.parametrize("change", ["version", "sampling", "prompts", "weights", "file"])
+def test_responses_of_something_else_are_not_taken(recipe, tmp_path, monkeypatch, change):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(b"weights")
+    model = recipe.model.model_copy(update={"path": str(tmp_path / "model")})
+    recipe = recipe.model_copy(update={"model": model})
+    run(recipe, TokenByToken(), tmp_path / "responses")
+    if change == "weights":
+        (tmp_path / "model/model.safetensors").write_bytes(b"others")
+    if change == "file":
+        (tmp_path / "test.parquet").write_bytes(b"another file")
+    if change == "prompts":
+        again = [replace(problem, prompt_id=f"{problem.prompt_id}#2") for problem in PROBLEMS]
+        monkeypatch.setitem(globals(), "PROBLEMS", again)
+    engine = TokenByToken(policy_version=int(change == "version"))
+    run(changed(recipe, temperature=1.0) if change == "sampling" else recipe, engine, tmp_path / "responses")
+    assert len(engine.asked) == 6
+    assert len([*(tmp_path / "responses").iterdir()]) == 2
+
+
+def test_a_grader_that_was_mended_grades_the_recorded_responses(recipe, tmp_path, monkeypatch):
+    """Without a token more."""
+    first = run(recipe, TokenByToken(), tmp_path / "responses")
+    monkeypatch.setitem(globals(), "PROBLEMS", [replace(problem, gold="3") for problem in PROBLEMS])
+    second = run(recipe, TokenByToken(steps=0), tmp_path / "responses")
+    assert [answers.rewards for answers in first.answers] == [[1, 1, 0], [0, 1, 0]]
+    assert [answers.rewards for answers in second.answers] == [[0, 0, 1], [0, 0, 0]]
+
+
 class Grades(Environment):
     """Gives ``reward``; None: 1, and the second problem's environment fails."""
 
@@ -231,6 +329,20 @@ def test_samples_have_their_own_environments_and_a_problem_whose_own_fails_is_le
     assert result.manifest["graders"] == ["Grades"]  # what is lost has none, and evaluations stay alike
     assert "sums: 1 of 2 problems are left out: its environment failed: ConnectionError" in caplog.text
     assert len({*seeds}) == len(seeds)
+
+
+class Drawn(Grades):
+    """Grades by its seed."""
+
+    def __init__(self, prompt, seed):
+        super().__init__(prompt, seed)
+        self.reward = seed % 1000 / 1000
+
+
+def test_recorded_samples_are_graded_by_the_environments_that_they_had(recipe, tmp_path):
+    expected = run(recipe, TokenByToken(), tmp_path, conversations=speaking(Drawn))
+    assert run(recipe, TokenByToken(steps=0), tmp_path, conversations=speaking(Drawn)) == expected
+    assert len({reward for answers in expected.answers for reward in answers.rewards}) == 6
 
 
 def test_a_response_whose_grading_fails_counts_as_0_where_the_recipe_says_so(recipe):
@@ -341,7 +453,7 @@ class Scored(Rollouts):
         self.benchmarks = [BenchmarkRecipe(name=name, path="x") for name in names]
         self.fails, self.measured = "", []
 
-    def evaluate(self, benchmark, earlier):
+    def evaluate(self, benchmark, responses, earlier):
         if earlier is None and benchmark.name == self.fails:
             raise UnscoredError("no grader")
         if earlier is None:
@@ -363,21 +475,35 @@ def test_a_benchmark_that_fails_costs_no_other_and_no_weights_of_before_are_inve
     with pytest.raises(UnscoredError):
         evaluations.evaluate("after", rollouts, 3)
     assert not (tmp_path / "after.json").exists(), "a run with that file has ended"
-    rollouts.fails = ""
+    rollouts.fails, rollouts.measured = "", []
     evaluations.evaluate("after", rollouts, 3)
     assert rollouts.measured == ["first", "second"]
     assert [result.benchmark for result in read_results(tmp_path / "after.json")] == ["first", "second"]
     assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
-    for name in ("step-00000003.json", "before.json.part"):
-        shutil.copy(tmp_path / "after.json", tmp_path / name)
+    shutil.copy(tmp_path / "after.json", tmp_path / "step-00000003.json")
     evaluations.evaluate("before", rollouts, 3)
     assert rollouts.measured == ["first", "second"], "a run that began without benchmarks has no first result"
     assert not (tmp_path / "before.json").exists()
     evaluations.evaluate("after", rollouts, 3)
     assert evaluations.learned() == "", "nothing was measured before training"
-    (tmp_path / "before.json.part").unlink()
     evaluations.evaluate("before", rollouts, 0)
     assert rollouts.measured[2:] == ["first", "second"]
+
+
+def test_a_step_that_is_taken_again_takes_no_responses_of_weights_that_may_be_others(tmp_path):
+    session = SimpleNamespace(recipe=small(), stage=stage, progress=SimpleNamespace(say=str))
+    evaluations = Evaluations(session, SimpleNamespace(evaluation=lambda label: tmp_path / f"{label}.json"))
+    seen = {}
+
+    class Looking(Scored):
+        def evaluate(self, benchmark, responses, earlier):
+            seen[responses.name] = responses.exists()
+            return super().evaluate(benchmark, responses, earlier)
+
+    for label in ("before", "step-00000003", "after"):
+        (tmp_path / f"{label}-responses/first-0123456789ab").mkdir(parents=True)
+        evaluations.evaluate(label, Looking("first"), 0 if label == "before" else 3)
+    assert seen == {"before-responses": True, "step-00000003-responses": False, "after-responses": True}
 
 
 def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult:

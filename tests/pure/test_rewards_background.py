@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import RewardRecipe
@@ -18,9 +17,13 @@ from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit import slow_graders
+from tests.kit.evaluations import evaluated
 from tests.kit.marks import examples
 from tests.kit.processes import are_gone, descendants, within
 from tests.kit.recipes import small
+from tests.pure.test_ahead import world_of_one
+
+__all__ = ["world_of_one"]
 
 END = 0
 OBEDIENT = "tests.kit.slow_graders:Obedient"
@@ -28,6 +31,8 @@ OBEDIENT = "tests.kit.slow_graders:Obedient"
 
 class Letters:
     """A tokenizer whose token ids are code points."""
+
+    eos_token_ids = frozenset({END})
 
     def decode(self, token_ids):
         return "".join(chr(token) for token in token_ids if token != END)
@@ -131,7 +136,7 @@ def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, 
 
 def test_an_evaluation_grades_while_it_generates(scorer, begun, recipe):
     engine = OneByOne(["a", "right", "b"], lambda number: begun() == ["a", "right"][:number])
-    result = evaluate(engine, recipe.evaluation.benchmarks[0], [prompt()], scorer, recipe, {END})
+    result = evaluated(recipe, engine, [prompt()], Letters(), scorer=scorer)
     assert result.answers[0].rewards == [0.0, 1.0, 0.0]
 
 
