@@ -1002,7 +1002,7 @@ def test_a_later_command_has_the_date_of_the_first_start_in_templates(tmp_path, 
     monkeypatch.setattr(loop, "evaluate_all", lambda *_: ((), {"time/evaluate": 1.0}))
     monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
     monkeypatch.setattr(distributed, "is_rank0", lambda: True)
-    session = SimpleNamespace(tokenizer=tokenizer, progress=MagicMock())
+    session = SimpleNamespace(tokenizer=tokenizer, progress=MagicMock(), enter=MagicMock())
     session.keep_date = partial(Session.keep_date, session)
     monkeypatch.setattr(loop, "Session", lambda job: nullcontext(session))
     collected = MagicMock(rollouts=[])
