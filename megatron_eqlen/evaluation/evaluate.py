@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, asked, file_hashes
@@ -64,12 +63,14 @@ def subject(benchmark: BenchmarkRecipe, recipe: Recipe, version: int) -> dict[st
     return asked(benchmark, recipe) | {"policy_version": version, "sha256": files}
 
 
-def folder_name(manifest: dict[str, Any], problems: Sequence[Prompt], model: Path) -> str:
-    """Return a name that responses share which belong together: of one subject, to the same prompts, and of
-    the same files of weights in ``model``."""
-    decides = [manifest, [(problem.prompt_id, [*problem.token_ids]) for problem in problems], weights(model)]
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
-    return f"{manifest['benchmark']['name']}-{digest[:12]}"
+def folder_name(manifest: dict[str, Any], problems: Sequence[Prompt], recipe: Recipe) -> str:
+    """Return the name of the folder of the responses that a ``subject`` is about: others where their prompts,
+    weights, sampling or environment differ, the same with another grader or other gold answers."""
+    kept = {key: value for key, value in manifest.items() if key not in ("benchmark", "sha256")}
+    prompts = [(problem.prompt_id, [*problem.token_ids]) for problem in problems]
+    decides = kept, prompts, weights(local_path(recipe.model)), recipe.rollout.quantization
+    text = json.dumps([*decides, recipe.environment.model_dump(mode="json", exclude={"workers", "timeout"})])
+    return f"{manifest['benchmark']['name']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _answers(group: Rollout) -> Answers:

@@ -21,7 +21,6 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.record import reader
 from megatron_eqlen.record.partial import CarryOver, RolloutOrigin, open_prompts
 from megatron_eqlen.record.recorder import Recorder, record_grades
@@ -216,7 +215,7 @@ class Generator(InTurn):
         if earlier is not None and agree(lambda: earlier.is_of(manifest)):
             return earlier
         asked, sampling = problems(session, benchmark), self.recipe.of_benchmark(benchmark)
-        folder = responses / agree(lambda: folder_name(manifest, asked, local_path(self.recipe.model)))
+        folder = responses / agree(lambda: folder_name(manifest, asked, self.recipe))
         if files := agree(lambda: reader.ungraded_files(folder)):
             session.progress.say(f"{benchmark.name}: goes on from the responses in {folder}")
         share = replicas.share(asked)

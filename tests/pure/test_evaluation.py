@@ -266,7 +266,7 @@ def test_an_evaluation_that_died_goes_on_with_its_responses(recipe, tmp_path, ea
     assert [len(grades) for grades in (read_step(folder), [*folder.glob("grades-*")])] == [2, 1]
 
 
-@pytest.mark.parametrize("change", ["version", "sampling", "prompts", "weights", "file"])
+@pytest.mark.parametrize("change", ["version", "sampling", "prompts", "weights", "environment"])
 def test_responses_of_something_else_are_not_taken(recipe, tmp_path, monkeypatch, change):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/model.safetensors").write_bytes(b"weights")
@@ -275,8 +275,9 @@ def test_responses_of_something_else_are_not_taken(recipe, tmp_path, monkeypatch
     run(recipe, TokenByToken(), tmp_path / "responses")
     if change == "weights":
         (tmp_path / "model/model.safetensors").write_bytes(b"others")
-    if change == "file":
-        (tmp_path / "test.parquet").write_bytes(b"another file")
+    if change == "environment":
+        talks = recipe.environment.model_copy(update={"options": {"hints": 3}})
+        recipe = recipe.model_copy(update={"environment": talks})
     if change == "prompts":
         again = [replace(problem, prompt_id=f"{problem.prompt_id}#2") for problem in PROBLEMS]
         monkeypatch.setitem(globals(), "PROBLEMS", again)
@@ -286,13 +287,20 @@ def test_responses_of_something_else_are_not_taken(recipe, tmp_path, monkeypatch
     assert len([*(tmp_path / "responses").iterdir()]) == 2
 
 
-def test_a_grader_that_was_mended_grades_the_recorded_responses(recipe, tmp_path, monkeypatch):
+def test_other_graders_and_golds_are_tried_on_the_recorded_responses(recipe, tmp_path, monkeypatch):
     """Without a token more."""
     first = run(recipe, TokenByToken(), tmp_path / "responses")
+    (tmp_path / "test.parquet").write_bytes(b"the benchmark with other golds")
     monkeypatch.setitem(globals(), "PROBLEMS", [replace(problem, gold="3") for problem in PROBLEMS])
     second = run(recipe, TokenByToken(steps=0), tmp_path / "responses")
+    lengths = [replace(problem, grader="tests.kit.rubrics:even_length") for problem in PROBLEMS]
+    monkeypatch.setitem(globals(), "PROBLEMS", lengths)
+    raw = recipe.model_dump()
+    raw["evaluation"]["benchmarks"][0]["grader"] = "tests.kit.rubrics:even_length"
+    third = run(recipe.model_validate(raw), TokenByToken(steps=0), tmp_path / "responses")
     assert [answers.rewards for answers in first.answers] == [[1, 1, 0], [0, 1, 0]]
     assert [answers.rewards for answers in second.answers] == [[0, 0, 1], [0, 0, 0]]
+    assert [answers.rewards for answers in third.answers] == [[0, 1, 0], [1, 0, 0]]
 
 
 class Grades(Environment):
