@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_eqlen.data.overlap import read_overlaps
-from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.prepared import CODE_TESTS_VERSION, PreparedRows, prepared_file
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Problem, Tally
@@ -19,6 +18,7 @@ from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from tests.pure.test_data_prompts import write_deepmath
 from tools import prepare_data
+from tools.prepare_data import prepare
 
 
 class Words:
