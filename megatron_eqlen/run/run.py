@@ -20,11 +20,12 @@ from megatron_eqlen.recipe.budget import COSTS, Spent
 from megatron_eqlen.recipe.contents import is_whole, keep, written
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.report.diagnosis import STEPS, diagnose
-from megatron_eqlen.report.metrics import Columns, read_newest
+from megatron_eqlen.report.metrics import FILE as METRICS
+from megatron_eqlen.report.metrics import Columns, MetricsWriter, read_newest
 from megatron_eqlen.report.page import PageWriter
+from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held
 from megatron_eqlen.run.evaluations import Evaluations
-from megatron_eqlen.run.records import StepRecords
 from megatron_eqlen.run.rollouts import Rollouts
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
@@ -57,7 +58,8 @@ class Run:
         self.page = PageWriter(self.folder.path)
         self.checkpoints = Checkpoints(session, self.folder, self.page)
         self.evaluations = Evaluations(session, self.folder)
-        self.records = StepRecords(session, self.folder)
+        self.writer: MetricsWriter | None = None
+        """Writer of the steps' metrics, to ``metrics.jsonl`` and trackers; on rank 0 alone."""
         self.spent = Spent()
         """Budget spent on the completed steps."""
         self.begun = 0
@@ -92,7 +94,18 @@ class Run:
             self.spent = Spent(self.position["step"], **{key: self.position[key] for key in COSTS})
             self.begun = self.steps
             self.session.events.note("resumed", step=self.steps)
-        self.records.report_gaps(self.steps, self.position is not None)
+        if distributed.is_rank0():
+            self._report_gaps()
+
+    def _report_gaps(self) -> None:
+        """Report steps that are trained again, and those of the completed steps without a record."""
+        recorded = {*Columns(self.folder.path, ["train/updates"]).steps.astype(int).tolist()}
+        if self.position is None and recorded:
+            self.session.progress.say(f"no checkpoint was saved: {len(recorded)} steps are trained again")
+        if missing := [step for step in range(1, self.steps + 1) if step not in recorded]:
+            lost = f"no record of {len(missing)} of {self.steps} steps (the first: step {missing[0]})"
+            so = "the run continues, and reports and comparisons lack them"
+            self.session.progress.warn(f"{self.folder.path / METRICS} has {lost}: {so}")
 
     def resume(self, rollouts: Rollouts) -> None:
         """Continue from the loaded position."""
@@ -102,7 +115,10 @@ class Run:
             rollouts.check(self.steps, self.until or self.recipe.steps)
             if distributed.is_rank0():
                 self.folder.reopen()
-        self.records.open(self.steps)
+        if distributed.is_rank0():
+            trackers = Trackers(self.folder.path, self.steps, self.session.job)
+            self.writer = MetricsWriter(self.folder.path, self.steps, trackers)
+            self.session.enter(self.writer)
         self.session.progress.resume(self.spent)
 
     @property
@@ -242,7 +258,11 @@ class Run:
         # computed from sums over all batches of the step, which are complete only now
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
-        self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)
+        metrics = step.metrics | reached | ranks | speed | totals
+        if self.writer is not None:
+            self.writer.write(self.steps, metrics)
+        self.session.events.note("step", step=self.steps)
+        self.session.progress.step(self.steps, metrics)
         if distributed.is_rank0():
             self._warn_of_faults(step)
 
