@@ -40,8 +40,8 @@ class Evaluations:
         path = self._folder.evaluation(label)
         known = {"before": [path], "after": [path, self._folder.evaluation(step_name(steps))]}
         # a step that is taken again, after a kill before its checkpoint, may have other weights
-        if label not in known and distributed.is_rank0():
-            shutil.rmtree(responses_of(path), ignore_errors=True)
+        if label not in known and distributed.is_rank0() and responses_of(path).exists():
+            shutil.rmtree(responses_of(path))
         files = known.get(label, [])
         earlier = agree(lambda: next((read_results(file) for file in files if file.exists()), []))
         if label == "before" and steps:

@@ -239,9 +239,10 @@ class Generator(InTurn):
         session.scorer.score(groups)
         if groups:
             record_grades(_file(folder), groups)
-        # every rank has read these files by now
+        result = result_of(manifest, asked, groups, self.recipe, gather)
+        # all ranks have gathered, so each has read these files and recorded what it generated
         agree(lambda: reader.remove_open_tracks(files, {problem.prompt_id for problem in asked}))
-        return result_of(manifest, asked, groups, self.recipe, gather)
+        return result
 
     # ---- weights ------------------------------------------------------------------------------------
 

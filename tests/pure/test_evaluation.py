@@ -248,8 +248,15 @@ def test_an_evaluation_that_died_goes_on_with_its_responses(recipe, tmp_path, ea
         with pytest.raises(EngineError, match="it died"):
             run(recipe, engine, responses, say=said.append)
         generated += engine.generated
-    last = TokenByToken(7)
-    assert run(recipe, last, responses, say=said.append) == expected
+    last, journals = TokenByToken(7), []
+
+    def gather(answers):
+        """Look at the journals while other ranks may still read theirs, or generate."""
+        journals.extend(responses.glob("*/open-*"))
+        return answers
+
+    assert run(recipe, last, responses, say=said.append, gather=gather) == expected
+    assert journals
     assert generated + last.generated == whole.generated, "no token twice"
     (folder,) = responses.iterdir()
     assert said == [f"sums: goes on from the responses in {folder}"] * len(deaths)
