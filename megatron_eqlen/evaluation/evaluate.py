@@ -64,8 +64,8 @@ def subject(benchmark: BenchmarkRecipe, recipe: Recipe, version: int) -> dict[st
 
 
 def folder_name(manifest: dict[str, Any], problems: Sequence[Prompt], recipe: Recipe) -> str:
-    """Return the name of the folder of the responses that a ``subject`` is about: others where their prompts,
-    weights, sampling or environment differ, the same with another grader or other gold answers."""
+    """Return the name of the folder of responses for ``manifest`` (``subject``): another one for other
+    prompts, weights, sampling or environments, the same one for other graders and gold answers."""
     kept = {key: value for key, value in manifest.items() if key not in ("benchmark", "sha256")}
     prompts = [(problem.prompt_id, [*problem.token_ids]) for problem in problems]
     decides = kept, prompts, weights(local_path(recipe.model)), recipe.rollout.quantization

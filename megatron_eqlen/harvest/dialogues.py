@@ -267,7 +267,8 @@ class Dialogues:
 
 
 def _seed(conversations: Conversations, seed: int, key: RolloutKey, number: int) -> int:
-    """Return the seed of an environment. With own seeds ``number`` is of a track that is one part alone."""
+    """Return the seed of the environment of track ``number``, which is also its part's number where seeds are
+    its own: a completion is one part."""
     return track_seed(seed, *key, COINS - number if conversations.own_seeds else COINS)
 
 

@@ -132,7 +132,7 @@ class Generator(InTurn):
         plan = self._plan(step, replicas.share(prompts))
         # the stage lasts until the record is on disk
         with self.session.stage("harvest", self.patience) as seconds:
-            rollouts, metrics = self._recorded(plan, self.streams / step.name)
+            rollouts, metrics = self._generate(plan, self.streams / step.name)
         position = self.source.state_dict() if self.source is not None else None
         combined = at_once(gather([metrics] if replicas.leads else []))
         # every rank has read the files that are removed now, which the step's next batch must not look for
@@ -142,7 +142,7 @@ class Generator(InTurn):
         measured = combined | seconds | position_metrics(position)
         return Batch(replicas.part(rollouts), measured, position, prompts)
 
-    def _recorded(self, plan: HarvestPlan, folder: Path) -> tuple[list[Rollout], Metrics]:
+    def _generate(self, plan: HarvestPlan, folder: Path) -> tuple[list[Rollout], Metrics]:
         """Harvest what ``plan`` lacks, and record it in ``folder`` as it is generated."""
         scorer, replicas = self.session.scorer, self.session.replicas
         # grade what an earlier attempt recorded, while the engine generates the rest
@@ -231,7 +231,7 @@ class Generator(InTurn):
         # benchmarks may have a temperature of their own; training's comes back whatever happens
         self.engine.sample_as(sampling.rollout)
         try:
-            harvested, _ = self._recorded(plan, folder)
+            harvested, _ = self._generate(plan, folder)
         finally:
             self.engine.sample_as(self.recipe.rollout)
         # each rank scores the problems that it grades

@@ -64,8 +64,8 @@ class Rollouts:
     def evaluate(
         self, benchmark: BenchmarkRecipe, responses: Path, earlier: EvaluationResult | None
     ) -> EvaluationResult:
-        """Evaluate a benchmark with the engine's weights. ``responses``: folder of a folder where responses
-        are recorded, and those of an earlier try found. ``earlier``: returned if the weights gave it."""
+        """Evaluate a benchmark with the engine's weights. ``responses``: folder in which the benchmark's
+        responses have a folder, with those of an earlier try. ``earlier``: returned if they gave it."""
         raise AssertionError("without an engine there are no benchmarks")
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:

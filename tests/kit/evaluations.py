@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_eqlen.engines.protocol import Engine
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.scoring import Scorer
@@ -22,7 +21,7 @@ from megatron_eqlen.types import Prompt
 
 def evaluated(
     recipe: Recipe,
-    engine: Engine | Any,
+    engine: Any,
     problems: Sequence[Prompt],
     tokenizer: Any,
     responses: Path | None = None,
@@ -42,7 +41,7 @@ def evaluated(
         replicas=SimpleNamespace(share=share, grades=every_rollout, part=list, leads=True),
         tokenizer=tokenizer,
         progress=SimpleNamespace(say=say),
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    )
     with TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "problems", lambda session, benchmark: [*problems])
         patch.setattr(generation, "gather", gather)

@@ -462,7 +462,7 @@ def test_a_change_is_said_where_both_were_sampled_and_graded_alike(recipe, tmp_p
 
 
 class Scored(Rollouts):
-    """Rollouts whose benchmarks have given results; one is out of order."""
+    """Rollouts whose benchmarks have given results; one is out of order. Measures what is not recorded."""
 
     def __init__(self, *names: str) -> None:
         self.benchmarks = [BenchmarkRecipe(name=name, path="x") for name in names]
@@ -471,8 +471,9 @@ class Scored(Rollouts):
     def evaluate(self, benchmark, responses, earlier):
         if earlier is None and benchmark.name == self.fails:
             raise UnscoredError("no grader")
-        if earlier is None:
+        if earlier is None and not (responses / benchmark.name).exists():
             self.measured.append(benchmark.name)
+            (responses / benchmark.name).mkdir(parents=True)
         return earlier or replace(make_result(np.ones((2, 3))), benchmark=benchmark.name)
 
 
@@ -490,11 +491,11 @@ def test_a_benchmark_that_fails_costs_no_other_and_no_weights_of_before_are_inve
     with pytest.raises(UnscoredError):
         evaluations.evaluate("after", rollouts, 3)
     assert not (tmp_path / "after.json").exists(), "a run with that file has ended"
-    rollouts.fails, rollouts.measured = "", []
+    rollouts.fails = ""
     evaluations.evaluate("after", rollouts, 3)
     assert rollouts.measured == ["first", "second"]
     assert [result.benchmark for result in read_results(tmp_path / "after.json")] == ["first", "second"]
-    assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"after-responses", "after.json"}
     shutil.copy(tmp_path / "after.json", tmp_path / "step-00000003.json")
     evaluations.evaluate("before", rollouts, 3)
     assert rollouts.measured == ["first", "second"], "a run that began without benchmarks has no first result"
